@@ -1,0 +1,40 @@
+"""Index context parallelism for MiniMax sparse attention.
+
+The names of `flashinfer.msa_ops`' `msa_icp_*` functions with the same signatures, for every device
+that a backend serves; `backends(device)` tells which.
+"""
+
+from .api import (
+    msa_icp_comm_layout,
+    msa_icp_decode_index_score_sharded,
+    msa_icp_decode_pool_bytes,
+    msa_icp_decode_score_columns,
+    msa_icp_decode_score_publish,
+    msa_icp_merge_candidates,
+    msa_icp_topk_select_publish,
+    write_index_keys,
+)
+from .cache import num_valid_pages, shard_index_keys
+from .dispatch import backends, is_supported, warmup
+from .storage import IcpTimeoutError, LocalGroup, ReceiveStorage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IcpTimeoutError",
+    "LocalGroup",
+    "ReceiveStorage",
+    "backends",
+    "is_supported",
+    "msa_icp_comm_layout",
+    "msa_icp_decode_index_score_sharded",
+    "msa_icp_decode_pool_bytes",
+    "msa_icp_decode_score_columns",
+    "msa_icp_decode_score_publish",
+    "msa_icp_merge_candidates",
+    "msa_icp_topk_select_publish",
+    "num_valid_pages",
+    "shard_index_keys",
+    "warmup",
+    "write_index_keys",
+]

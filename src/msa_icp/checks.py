@@ -1,0 +1,479 @@
+"""The argument rules. Every sentence that tells a caller what is wrong with an argument is here.
+
+A rule that does not hold raises `ValueError`, before anything is launched or written, and says which
+argument it is, what it must be and what it was. The contents of device tensors (lengths, page ids)
+are not checked here: the kernels never trust them with an address.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .geometry import (
+    HEAD_DIM,
+    LEGACY_WORDS,
+    MAX_BLOCKS,
+    MAX_QUERY_ROWS,
+    MAX_SELECT_COLUMNS,
+    NUM_HEADS,
+    PAGE_SIZES,
+    SLOT_SETS,
+    TAGGED_WORDS,
+    TOP_K,
+    WORLD_SIZES,
+    ShardLayout,
+    comm_layout,
+    decode_pool_bytes,
+)
+
+FP8 = torch.float8_e4m3fn
+
+
+def refuse(name: str, must_be: str, was: object) -> NoReturn:
+    """Raise the error of argument `name`."""
+    raise ValueError(f"{name}: must be {must_be}, was {was}")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """An integer in `low ... high` (both included, None: unbounded)."""
+    if low is None and high is None:
+        must_be = "an integer"
+    elif high is None:
+        must_be = f"an integer of at least {low}"
+    elif low is None:
+        must_be = f"an integer of at most {high}"
+    else:
+        must_be = f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        refuse(name, must_be, f"{value!r} ({type(value).__name__})")
+    number = int(value)
+    if (low is not None and number < low) or (high is not None and number > high):
+        refuse(name, must_be, number)
+    return number
+
+
+def one_of(name: str, value: Any, choices: tuple[int, ...]) -> int:
+    """One of a few integers."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) not in choices:
+        refuse(name, " or ".join(map(str, choices)), repr(value))
+    return int(value)
+
+
+def flag(name: str, value: Any) -> None:
+    """True or False."""
+    if not isinstance(value, bool):
+        refuse(name, "True or False", repr(value))
+
+
+def layout(rank: Any, world_size: Any, page_size: Any) -> ShardLayout:
+    """The shard layout that the three numbers name."""
+    world = one_of("world_size", world_size, WORLD_SIZES)
+    return ShardLayout(world, integer("rank", rank, 0, world - 1), one_of("page_size", page_size, PAGE_SIZES))
+
+
+def group_shape(world_size: Any, heads_per_rank: Any, capacity: Any) -> tuple[int, int, int]:
+    """World size, heads a rank and capacity of a receive storage."""
+    world = one_of("world_size", world_size, WORLD_SIZES)
+    heads = one_of("heads_per_rank", heads_per_rank, (NUM_HEADS // world,))
+    return world, heads, integer("capacity", capacity, 1)
+
+
+def forced_blocks(begin_name: str, begin: Any, end_name: str, end: Any) -> None:
+    """Counts of forced blocks: not negative, together at most 16."""
+    total = integer(begin_name, begin, 0) + integer(end_name, end, 0)
+    if total > TOP_K:
+        refuse(f"{begin_name} + {end_name}", f"at most {TOP_K}", total)
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def tensor(
+    name: str,
+    value: Any,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    shape: tuple[int | str, ...],
+    *,
+    device: torch.device | None = None,
+    contiguous: bool = False,
+    aligned: int = 1,
+) -> Tensor:
+    """A tensor of that dtype and shape; a string in `shape` names a free dimension."""
+    if not isinstance(value, Tensor):
+        refuse(name, "a torch.Tensor", type(value).__name__)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if value.dtype not in dtypes:
+        refuse(name, " or ".join(str(d) for d in dtypes), value.dtype)
+    wanted = "[" + ", ".join(map(str, shape)) + "]"
+    if value.dim() != len(shape) or any(
+        isinstance(want, int) and got != want for want, got in zip(shape, value.shape, strict=True)
+    ):
+        refuse(name, f"of shape {wanted}", list(value.shape))
+    if device is not None and value.device != device:
+        refuse(name, f"on {device}", f"on {value.device}")
+    if contiguous and not value.is_contiguous():
+        refuse(name, "contiguous", f"of strides {value.stride()} at shape {list(value.shape)}")
+    if value.data_ptr() % aligned:
+        refuse(name, f"{aligned}-byte aligned", f"at address {value.data_ptr():#x}")
+    return value
+
+
+def at_least(name: str, value: Tensor, dim: int, low: int) -> None:
+    """A tensor whose dimension `dim` has at least `low` elements."""
+    if value.shape[dim] < low:
+        refuse(f"{name}.shape[{dim}]", f"at least {low}", value.shape[dim])
+
+
+def unit_last_stride(name: str, value: Tensor) -> None:
+    """Neighbours of the last dimension lie beside each other."""
+    if value.stride(-1) != 1:
+        refuse(f"{name}.stride(-1)", "1", value.stride(-1))
+
+
+def separate_rows(name: str, value: Tensor) -> None:
+    """Rows of the last dimension that do not overlap, in whatever order the other dimensions lie."""
+    unit_last_stride(name, value)
+    if value.numel() == 0:
+        return
+    extent = value.shape[-1]
+    for stride, size in sorted((value.stride(d), value.shape[d]) for d in range(value.dim() - 1)):
+        if size > 1:
+            if stride < extent:
+                refuse(f"{name} strides", "those of rows that do not overlap", value.stride())
+            extent = stride * (size - 1) + extent
+
+
+def score_rows(name: str, value: Any, tokens: int | str, device: torch.device | None = None) -> Tensor:
+    """Score rows `[T, 4, K]` (contract, section 2)."""
+    rows = tensor(name, value, torch.float32, (tokens, NUM_HEADS, "columns"), device=device)
+    unit_last_stride(name, rows)
+    columns = rows.shape[2]
+    if rows.stride(1) < columns:
+        refuse(f"{name}.stride(1)", f"at least its {columns} columns", rows.stride(1))
+    if rows.stride(0) < NUM_HEADS * rows.stride(1):
+        refuse(
+            f"{name}.stride(0)",
+            f"at least {NUM_HEADS} * stride(1) = {NUM_HEADS * rows.stride(1)}",
+            rows.stride(0),
+        )
+    return rows
+
+
+def k_shard(value: Any, shard: ShardLayout, device: torch.device | None = None) -> Tensor:
+    """A rank's K shard `[pages, R, 128]` (contract, section 2)."""
+    keys = tensor("index_k", value, FP8, ("pages", shard.rows, HEAD_DIM), device=device, aligned=16)
+    if keys.stride(2) != 1 or keys.stride(1) != HEAD_DIM:
+        refuse("index_k strides", f"(pitch, {HEAD_DIM}, 1)", keys.stride())
+    pitch = keys.stride(0)
+    if pitch % 16 or pitch < shard.page_bytes:
+        refuse("index_k.stride(0)", f"a multiple of 16 of at least {shard.page_bytes}", pitch)
+    return keys
+
+
+def _same_device(index_q: Any) -> torch.device:
+    if not isinstance(index_q, Tensor):
+        refuse("index_q", "a torch.Tensor", type(index_q).__name__)
+    return index_q.device
+
+
+# ---------------------------------------------------------------- one function an entry point
+
+
+def decode_inputs(
+    index_q: Any,
+    index_k: Any,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    rank: Any,
+    world_size: Any,
+    page_size: Any,
+    decode_query_len: Any,
+) -> ShardLayout:
+    """What both decode scorers read."""
+    shard = layout(rank, world_size, page_size)
+    query_len = integer("decode_query_len", decode_query_len, 1, MAX_QUERY_ROWS // NUM_HEADS)
+    device = _same_device(index_q)
+    lens = tensor("seq_lens", seq_lens, torch.int32, ("requests",), device=device, contiguous=True)
+    requests = lens.shape[0]
+    tensor("index_q", index_q, FP8, (requests * query_len, NUM_HEADS, HEAD_DIM), contiguous=True, aligned=16)
+    k_shard(index_k, shard, device)
+    table = tensor("block_table", block_table, torch.int32, (requests, "columns"), device=device)
+    at_least("block_table", table, 1, 1)
+    unit_last_stride("block_table", table)
+    return shard
+
+
+def decode_score(
+    index_q: Any,
+    index_k: Any,
+    block_table: Any,
+    seq_lens: Any,
+    score_out: Any,
+    *,
+    rank: Any,
+    world_size: Any,
+    page_size: Any,
+    decode_query_len: Any,
+    max_decode_query_len: Any,
+    enable_pdl: Any,
+) -> ShardLayout:
+    """`msa_icp_decode_index_score_sharded`."""
+    longest = integer("max_decode_query_len", max_decode_query_len, 1, MAX_QUERY_ROWS // NUM_HEADS)
+    query_len = integer("decode_query_len", decode_query_len, 1, longest)
+    shard = decode_inputs(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        rank=rank,
+        world_size=world_size,
+        page_size=page_size,
+        decode_query_len=query_len,
+    )
+    rows = score_rows("score_out", score_out, seq_lens.shape[0] * query_len, index_q.device)
+    columns = rows.shape[2]
+    if not 0 < columns <= MAX_BLOCKS or columns % 4:
+        refuse("score_out.shape[2]", f"a multiple of 4 from 4 to {MAX_BLOCKS}", columns)
+    flag("enable_pdl", enable_pdl)
+    return shard
+
+
+def _exchange_words(errors: Any, spin_limit: Any, device: torch.device) -> None:
+    words = tensor("errors", errors, torch.int32, ("words",), device=device, contiguous=True)
+    at_least("errors", words, 0, 1)
+    integer("spin_limit", spin_limit, 1, 2**31 - 1)
+
+
+def _publish_target(
+    recv_bases: Any,
+    errors: Any,
+    generations: Any,
+    *,
+    slot: Any,
+    rank: Any,
+    world_size: Any,
+    heads_per_rank: Any,
+    capacity: Any,
+    spin_limit: Any,
+    device: torch.device,
+) -> None:
+    world, heads, rows = group_shape(world_size, heads_per_rank, capacity)
+    integer("slot", slot, 0, SLOT_SETS - 1)
+    integer("rank", rank, 0, world - 1)
+    tensor("recv_bases", recv_bases, torch.int64, (world,), device=device, contiguous=True)
+    _exchange_words(errors, spin_limit, device)
+    if generations is not None:
+        shape = comm_layout(world, heads, rows)["generations_shape"]
+        tensor("generations", generations, torch.int32, shape, device=device, contiguous=True)
+
+
+def _valid_pages(num_valid_pages: Any, tokens: int | str, device: torch.device) -> Tensor:
+    return tensor("num_valid_pages", num_valid_pages, torch.int32, (tokens,), device=device, contiguous=True)
+
+
+def publish(
+    scores: Any,
+    num_valid_pages: Any,
+    recv_bases: Any,
+    errors: Any,
+    *,
+    slot: Any,
+    rank: Any,
+    world_size: Any,
+    heads_per_rank: Any,
+    capacity: Any,
+    force_begin_blocks: Any,
+    force_end_blocks: Any,
+    spin_limit: Any,
+    enable_pdl: Any,
+    generations: Any,
+    index_scale: Any,
+    index_offset: Any,
+) -> None:
+    """`msa_icp_topk_select_publish`."""
+    rows = score_rows("scores", scores, "tokens")
+    tokens, _, columns = rows.shape
+    if not 0 < columns < MAX_SELECT_COLUMNS:
+        refuse("scores.shape[2]", f"from 1 to {MAX_SELECT_COLUMNS - 1}", columns)
+    _valid_pages(num_valid_pages, tokens, rows.device)
+    _publish_target(
+        recv_bases,
+        errors,
+        generations,
+        slot=slot,
+        rank=rank,
+        world_size=world_size,
+        heads_per_rank=heads_per_rank,
+        capacity=capacity,
+        spin_limit=spin_limit,
+        device=rows.device,
+    )
+    if tokens > capacity:
+        refuse("scores.shape[0]", f"at most capacity = {capacity} tokens", tokens)
+    forced_blocks("force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks)
+    scale = one_of("index_scale", index_scale, (1, 2))
+    integer("index_offset", index_offset, 0, scale - 1)
+    flag("enable_pdl", enable_pdl)
+
+
+def merge(
+    recv_slot: Any,
+    num_valid_pages: Any,
+    output: Any,
+    errors: Any,
+    *,
+    init_blocks: Any,
+    local_blocks: Any,
+    spin_limit: Any,
+    enable_pdl: Any,
+    expected_generations: Any,
+    prefill: Any,
+) -> None:
+    """`msa_icp_merge_candidates`."""
+    flag("enable_pdl", enable_pdl)
+    flag("prefill", prefill)
+    if prefill and expected_generations is not None:
+        refuse("expected_generations", "None for prefill=True, whose rows carry no generation", "a tensor")
+    if prefill and enable_pdl:
+        refuse("enable_pdl", "False for prefill=True", True)
+    tagged = expected_generations is not None
+    words, dtype = (TAGGED_WORDS, torch.int64) if tagged else (LEGACY_WORDS, torch.int32)
+    if (
+        isinstance(recv_slot, Tensor)
+        and recv_slot.dtype in (torch.int32, torch.int64)
+        and recv_slot.dtype != dtype
+    ):
+        refuse(
+            "recv_slot",
+            "int64 (tagged rows) with expected_generations, int32 (legacy rows) without",
+            f"{recv_slot.dtype} {'with' if tagged else 'without'} expected_generations",
+        )
+    rows = tensor("recv_slot", recv_slot, dtype, ("world_size", "heads_per_rank", "capacity", words))
+    world, heads, capacity, _ = rows.shape
+    one_of("recv_slot.shape[0]", world, WORLD_SIZES)
+    one_of("recv_slot.shape[1]", heads, (NUM_HEADS // world,))
+    separate_rows("recv_slot", rows)
+    out = tensor("output", output, torch.int32, ("tokens", heads, TOP_K), device=rows.device)
+    separate_rows("output", out)
+    tokens = out.shape[0]
+    if tokens > capacity:
+        refuse("output.shape[0]", f"at most recv_slot.shape[2] = {capacity} tokens", tokens)
+    _valid_pages(num_valid_pages, tokens, rows.device)
+    if tagged:
+        tensor(
+            "expected_generations",
+            expected_generations,
+            torch.int32,
+            (heads, capacity),
+            device=rows.device,
+            contiguous=True,
+        )
+    _exchange_words(errors, spin_limit, rows.device)
+    forced_blocks("init_blocks", init_blocks, "local_blocks", local_blocks)
+
+
+def score_publish(
+    index_q: Any,
+    index_k: Any,
+    block_table: Any,
+    seq_lens: Any,
+    num_valid_pages: Any,
+    pool: Any,
+    recv_bases: Any,
+    errors: Any,
+    *,
+    rank: Any,
+    world_size: Any,
+    page_size: Any,
+    decode_query_len: Any,
+    slot: Any,
+    capacity: Any,
+    force_begin_blocks: Any,
+    force_end_blocks: Any,
+    spin_limit: Any,
+    generations: Any,
+    enable_pdl: Any,
+) -> ShardLayout:
+    """`msa_icp_decode_score_publish`."""
+    shard = decode_inputs(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        rank=rank,
+        world_size=world_size,
+        page_size=page_size,
+        decode_query_len=decode_query_len,
+    )
+    tokens = index_q.shape[0]
+    device = index_q.device
+    _valid_pages(num_valid_pages, tokens, device)
+    bytes_ = tensor("pool", pool, torch.uint8, ("bytes",), device=device, contiguous=True, aligned=16)
+    need = decode_pool_bytes(tokens, NUM_HEADS)
+    if bytes_.shape[0] % 8 or bytes_.shape[0] < need:
+        refuse(
+            "pool.shape[0]", f"a multiple of 8 of at least {need} bytes for {tokens} tokens", bytes_.shape[0]
+        )
+    _publish_target(
+        recv_bases,
+        errors,
+        generations,
+        slot=slot,
+        rank=rank,
+        world_size=world_size,
+        heads_per_rank=NUM_HEADS // shard.world_size,
+        capacity=capacity,
+        spin_limit=spin_limit,
+        device=device,
+    )
+    if tokens > capacity:
+        refuse("index_q.shape[0]", f"at most capacity = {capacity} tokens", tokens)
+    forced_blocks("force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks)
+    flag("enable_pdl", enable_pdl)
+    return shard
+
+
+def write_keys(
+    keys: Any,
+    positions: Any,
+    request_index: Any,
+    block_table: Any,
+    index_k: Any,
+    *,
+    rank: Any,
+    world_size: Any,
+    page_size: Any,
+) -> ShardLayout:
+    """`write_index_keys`."""
+    shard = layout(rank, world_size, page_size)
+    new = tensor("keys", keys, FP8, ("n", HEAD_DIM), contiguous=True, aligned=16)
+    count = new.shape[0]
+    tensor("positions", positions, torch.int32, (count,), device=new.device, contiguous=True)
+    tensor("request_index", request_index, torch.int32, (count,), device=new.device, contiguous=True)
+    table = tensor("block_table", block_table, torch.int32, ("requests", "columns"), device=new.device)
+    unit_last_stride("block_table", table)
+    k_shard(index_k, shard, new.device)
+    return shard
+
+
+def shard_cache(cache: Any, rank: Any, world_size: Any) -> ShardLayout:
+    """`shard_index_keys`."""
+    whole = tensor("cache", cache, FP8, ("pages", "page_size", HEAD_DIM))
+    one_of("cache.shape[1]", whole.shape[1], PAGE_SIZES)
+    return layout(rank, world_size, whole.shape[1])
+
+
+def valid_pages(seq_lens: Any, decode_query_len: Any, out: Any) -> None:
+    """`num_valid_pages`."""
+    query_len = integer("decode_query_len", decode_query_len, 1, MAX_QUERY_ROWS // NUM_HEADS)
+    lens = tensor("seq_lens", seq_lens, torch.int32, ("requests",), contiguous=True)
+    if out is not None:
+        tensor("out", out, torch.int32, (lens.shape[0] * query_len,), device=lens.device, contiguous=True)

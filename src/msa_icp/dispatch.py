@@ -1,0 +1,62 @@
+"""Which backend serves a device, and why another one cannot."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+PREFERENCE = ("torch",)
+"""Backend names, the best first; `msa_icp.<name>_backend` is the package of each."""
+
+AUTOMATIC = ("cake", "auto")
+"""Names that leave the choice to the device; "cake" is the upstream's only one."""
+
+
+def _package(name: str) -> ModuleType:
+    return importlib.import_module(f"msa_icp.{name}_backend")
+
+
+def backends(device: torch.device | str) -> dict[str, str | None]:
+    """Every backend by name: None where it serves `device`, else the reason why it does not."""
+    where = torch.device(device)
+    return {name: _package(name).unavailable(where) for name in PREFERENCE}
+
+
+def is_supported(device: torch.device | str) -> bool:
+    """Whether any backend serves `device`."""
+    return any(reason is None for reason in backends(device).values())
+
+
+def resolve(backend: str, device: torch.device) -> ModuleType:
+    """The package of the backend that a call with `backend=` on `device` runs in.
+
+    Raises ValueError for an unknown name, and for a backend that does not serve the device, with the
+    reason.
+    """
+    if backend in AUTOMATIC:
+        for name in PREFERENCE:
+            package = _package(name)
+            if package.unavailable(device) is None:
+                return package
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in backends(device).items())
+        raise ValueError(f"backend: no backend serves {device} ({reasons})")
+    if backend not in PREFERENCE:
+        known = ", ".join(repr(name) for name in AUTOMATIC + PREFERENCE)
+        raise ValueError(f"backend: must be one of {known}, was {backend!r}")
+    package = _package(backend)
+    reason = package.unavailable(device)
+    if reason is not None:
+        raise ValueError(f"backend: {backend!r} does not serve {device}: {reason}")
+    return package
+
+
+def warmup(device: torch.device | str, backend: str = "cake") -> None:
+    """Compile and load every kernel of the chosen backend, before the first exchange.
+
+    A kernel that is first loaded while a peer waits for it stalls both, and none can be loaded while
+    a CUDA graph is being captured. Raises ValueError as the entry points do for `backend`.
+    """
+    where = torch.device(device)
+    resolve(backend, where).warmup(where)

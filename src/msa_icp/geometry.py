@@ -1,0 +1,132 @@
+"""The geometry of a shard: rows, key positions, columns, blocks and sizes.
+
+Pure integers, no torch: this is the one place that knows section 2 of the contract. The methods of
+`ShardLayout` are plain arithmetic, so they take integers and integer tensors alike.
+
+Terms: a *B128 block* is 128 consecutive keys of a sequence, a *page* is what a block table entry names
+(`page_size` keys over all ranks), a *column* is the index of a page within its request, a *row* is
+one key of a page that this rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+NUM_HEADS = 4
+"""Index heads of MiniMax-M3, over all ranks."""
+HEAD_DIM = 128
+"""Dimensions, and bytes, of one index key."""
+BLOCK = 128
+"""Keys in a B128 block."""
+TOP_K = 16
+"""Blocks selected for each (token, index head)."""
+MAX_BLOCKS = 8192
+"""Blocks of a 1M-token context; ids at or past it are not candidates."""
+MAX_SELECT_COLUMNS = 12288
+"""Score rows that the selection takes are narrower than this."""
+SLOT_SETS = 3
+"""Receive slot sets that the layers of a step rotate through."""
+MAX_QUERY_ROWS = 32
+"""Query rows (tokens times heads) of one request that a decode call takes."""
+WORLD_SIZES = (2, 4)
+PAGE_SIZES = (128, 256)
+
+LEGACY_WORDS = 33
+"""int32 words of a legacy row: 16 score bits, 16 ids, the ready word."""
+TAGGED_WORDS = 32
+"""int64 words of a tagged row: generation << 32 | word."""
+
+_POOL_SPLITS = 128
+_POOL_KEY_BYTES = 8
+
+
+def ceil_div(value: Any, divisor: int) -> Any:
+    """`value / divisor` rounded up, for integers and integer tensors."""
+    return -((-value) // divisor)
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Which keys of every page one rank holds.
+
+    `world_size` is 2 or 4, `0 <= rank < world_size`, `page_size` is 128 or 256; the entry points have
+    checked that.
+    """
+
+    world_size: int
+    rank: int
+    page_size: int
+
+    @property
+    def rows(self) -> int:
+        """Keys of one page that a rank holds (R)."""
+        return self.page_size // self.world_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page's shard; a page is dense, pages need not be."""
+        return self.rows * HEAD_DIM
+
+    @property
+    def index_scale(self) -> int:
+        """Blocks from one column to the next."""
+        return self.page_size // BLOCK
+
+    @property
+    def index_offset(self) -> int:
+        """Block, within its page, that this rank's rows belong to."""
+        return self.rank * self.index_scale // self.world_size
+
+    def key_position(self, column: Any, row: Any) -> Any:
+        """Position in the sequence of local row `row` of page column `column`."""
+        if self.page_size == BLOCK:
+            return BLOCK * column + self.world_size * row + self.rank
+        return self.page_size * column + self.rows * self.rank + row
+
+    def owner_and_row(self, position: Any) -> tuple[Any, Any]:
+        """The rank that holds the key at `position`, and its local row there."""
+        within = position % self.page_size
+        if self.page_size == BLOCK:
+            return within % self.world_size, within // self.world_size
+        return within // self.rows, within % self.rows
+
+    def block(self, column: Any) -> Any:
+        """B128 block of which this rank holds rows in page column `column`."""
+        return column * self.index_scale + self.index_offset
+
+    def columns(self, seq_len: Any) -> Any:
+        """Pages that hold `seq_len` keys; not positive where there are none."""
+        return ceil_div(seq_len, self.page_size)
+
+
+def decode_score_columns(max_model_len: int, page_size: int) -> int:
+    """Score columns that a decode buffer for contexts of `max_model_len` tokens needs."""
+    return min(MAX_BLOCKS, int(ceil_div(max_model_len, 4 * page_size)) * 4)
+
+
+def decode_pool_bytes(max_decode_tokens: int, num_heads: int) -> int:
+    """Bytes of the fused decode form's pool: for each row up to 128 splits of 16 candidates."""
+    return max_decode_tokens * num_heads * _POOL_SPLITS * TOP_K * _POOL_KEY_BYTES
+
+
+def comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> dict[str, Any]:
+    """Where the rows and counters of one rank's receive storage lie (contract, section 6)."""
+    rows = SLOT_SETS * world_size * heads_per_rank * capacity
+    legacy_words = rows * LEGACY_WORDS
+    return {
+        "storage_words": legacy_words + rows * TAGGED_WORDS * 2,
+        "legacy_offset_bytes": 0,
+        "legacy_shape": (SLOT_SETS, world_size, heads_per_rank, capacity, LEGACY_WORDS),
+        "tagged_offset_bytes": legacy_words * 4,
+        "tagged_shape": (SLOT_SETS, world_size, heads_per_rank, capacity, TAGGED_WORDS),
+        "generations_shape": (SLOT_SETS, world_size * heads_per_rank, capacity),
+        "expected_shape": (SLOT_SETS, heads_per_rank, capacity),
+    }
+
+
+def first_receive_row(
+    slot: int, rank: int, head: int, *, world_size: int, heads_per_rank: int, capacity: int
+) -> int:
+    """Row, in the owner's storage, of token 0 of `head` as published by `rank` into slot set `slot`."""
+    return ((slot * world_size + rank) * heads_per_rank + head % heads_per_rank) * capacity

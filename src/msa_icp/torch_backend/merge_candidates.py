@@ -1,0 +1,127 @@
+"""Merge the ranks' candidates into the final Top16 (contract, section 6)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import rows
+from ..geometry import MAX_BLOCKS
+from .ranking import NOT_A_CANDIDATE, best16, ranking_keys
+from .waiting import fence, record_failures, wait
+
+
+def merge_candidates(
+    recv_slot: Tensor,
+    num_valid_pages: Tensor,
+    output: Tensor,
+    errors: Tensor,
+    *,
+    init_blocks: int,
+    local_blocks: int,
+    spin_limit: int,
+    enable_pdl: bool,
+    expected_generations: Tensor | None,
+    prefill: bool,
+    slot: int,
+) -> None:
+    """Write `output` for every token; `enable_pdl` changes nothing here."""
+    if recv_slot.device.type != "cpu":
+        raise ValueError(f"backend: 'torch' merges CPU tensors only, recv_slot was on {recv_slot.device}")
+    tokens = output.shape[0]
+    if tokens == 0:
+        return
+    received = recv_slot[:, :, :tokens]  # [W, hpr, T, words]
+    if prefill:
+        words, late = received[..., : rows.READY_WORD], None
+    elif expected_generations is not None:
+        words, late = _take_tagged(received, expected_generations[:, :tokens], errors, spin_limit, slot)
+    else:
+        words, late = _take_legacy(received, errors, spin_limit, slot)
+
+    scores, ids = rows.split(words.permute(2, 1, 0, 3))  # [T, hpr, W, 16]
+    merged = _merge(scores.flatten(2), ids.flatten(2), num_valid_pages, init_blocks, local_blocks)
+    if prefill:
+        # A padding token of a prefill window attends to block 0, which always exists.
+        merged[..., 0].masked_fill_((num_valid_pages <= 0)[:, None], 0)
+    if late is not None:
+        merged.masked_fill_(late.any(0).T[:, :, None], rows.PAD_ID)
+    output.copy_(merged)
+
+
+def _merge(
+    scores: Tensor, ids: Tensor, num_valid_pages: Tensor, init_blocks: int, local_blocks: int
+) -> Tensor:
+    """Candidates `[T, hpr, n]` -> int32 `[T, hpr, 16]`, ascending with a tail of -1."""
+    num_valid = num_valid_pages.to(torch.int64)[:, None, None]
+    keys = ranking_keys(scores, ids.to(torch.int64), num_valid, init_blocks, local_blocks)
+    # The keys of one block differ in nothing but the score, so in descending order its largest score
+    # comes first and its other keys follow somewhere behind: all but the first are no candidates.
+    keys = keys.sort(-1, descending=True).values
+    block = torch.where(keys == NOT_A_CANDIDATE, -1, keys & (MAX_BLOCKS - 1))
+    earlier = torch.ones(keys.shape[-1], keys.shape[-1], dtype=torch.bool).tril(-1)
+    repeated = ((block.unsqueeze(-1) == block.unsqueeze(-2)) & earlier).any(-1)
+    merged = best16(torch.where(repeated, NOT_A_CANDIDATE, keys))
+    return torch.where(merged == MAX_BLOCKS, rows.PAD_ID, merged).to(torch.int32)
+
+
+def _take_tagged(
+    received: Tensor, expected: Tensor, errors: Tensor, spin_limit: int, slot: int
+) -> tuple[Tensor, Tensor]:
+    """Wait for the generation after `expected` [hpr, T] and advance it.
+
+    Returns the words and which rows are late, bool `[W, hpr, T]`. What is decoded is the very copy
+    whose tags matched: a later write of a fast rank cannot mix into it.
+    """
+    wanted = expected + 1
+    snapshot = torch.empty(received.shape, dtype=received.dtype)
+    tags = torch.empty(received.shape, dtype=torch.int32)
+    words = torch.empty(received.shape, dtype=torch.int32)
+
+    def missing() -> Tensor:
+        snapshot.copy_(received)
+        tags[...], words[...] = rows.untag(snapshot)
+        return (tags != wanted[..., None]).any(-1)
+
+    def first_word(absent: Tensor) -> Callable[[], bool]:
+        w, h, t = (int(x) for x in absent.nonzero()[0])
+        index = int((tags[w, h, t] != wanted[h, t]).nonzero()[0])
+        want = int(wanted[h, t])
+        high = ctypes.c_int64.from_address(received[w, h, t, index].data_ptr())
+        return lambda: (high.value >> 32) != want
+
+    late = wait(missing, first_word, errors, spin_limit)
+    expected.copy_(wanted)
+    _record(errors, late, slot)
+    return words, late
+
+
+def _take_legacy(received: Tensor, errors: Tensor, spin_limit: int, slot: int) -> tuple[Tensor, Tensor]:
+    """Wait for the ready words, copy the rows and clear the ready words of the complete ones.
+
+    Returns the words and which rows are late, bool `[W, hpr, T]`. Where one rank's row is late, the
+    other ranks' rows of that (token, head) keep their ready words.
+    """
+    ready = received[..., rows.READY_WORD]
+
+    def first_word(absent: Tensor) -> Callable[[], bool]:
+        word = ctypes.c_int32.from_address(ready[tuple(int(x) for x in absent.nonzero()[0])].data_ptr())
+        return lambda: word.value != rows.READY
+
+    late = wait(lambda: ready != rows.READY, first_word, errors, spin_limit)
+    fence()  # the ready words before the rows
+    words = received[..., : rows.READY_WORD].clone()
+    fence()  # the rows before the ready words are cleared
+    ready.masked_fill_(~late.any(0), 0)
+    _record(errors, late, slot)
+    return words, late
+
+
+def _record(errors: Tensor, late: Tensor, slot: int) -> None:
+    def ranks_of(t: int, head: int) -> int:
+        return sum(1 << rank for rank, absent in enumerate(late[:, head, t].tolist()) if absent)
+
+    record_failures(errors, late.any(0).T, slot, ranks_of)

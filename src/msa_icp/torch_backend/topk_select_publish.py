@@ -1,0 +1,88 @@
+"""Select a rank's Top16 and store it into the owners' receive storage (contract, sections 5 and 6)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import geometry, rows
+from .ranking import select_top16
+from .waiting import fence, memory, record_failures, wait
+
+
+def topk_select_publish(
+    scores: Tensor,
+    num_valid_pages: Tensor,
+    recv_bases: Tensor,
+    errors: Tensor,
+    *,
+    slot: int,
+    rank: int,
+    world_size: int,
+    heads_per_rank: int,
+    capacity: int,
+    force_begin_blocks: int,
+    force_end_blocks: int,
+    spin_limit: int,
+    enable_pdl: bool,
+    generations: Tensor | None,
+    index_scale: int,
+    index_offset: int,
+) -> None:
+    """Publish every row `t < T`; `enable_pdl` changes nothing here."""
+    if scores.device.type != "cpu":
+        raise ValueError(f"backend: 'torch' publishes CPU tensors only, scores was on {scores.device}")
+    tokens, heads, _ = scores.shape
+    if tokens == 0:
+        return
+    words = rows.words(
+        *select_top16(
+            scores, num_valid_pages, force_begin_blocks, force_end_blocks, index_scale, index_offset
+        )
+    )
+    bases = recv_bases.tolist()
+
+    def destination(head: int, width: int, dtype: torch.dtype) -> Tensor:
+        first = geometry.first_receive_row(
+            slot, rank, head, world_size=world_size, heads_per_rank=heads_per_rank, capacity=capacity
+        )
+        address = bases[head // heads_per_rank] + first * width * dtype.itemsize
+        return memory(address, (tokens, width), dtype)
+
+    if generations is not None:
+        counters = generations[slot, :, :tokens]
+        counters += 1
+        for head in range(heads):
+            # Aligned 64-bit lanes: each word and its tag become visible together.
+            destination(head, geometry.TAGGED_WORDS, torch.int64).copy_(
+                rows.tag(words[:, head], counters[head])
+            )
+        return
+
+    targets = [destination(head, geometry.LEGACY_WORDS, torch.int32) for head in range(heads)]
+    ready = torch.stack([target[:, rows.READY_WORD] for target in targets], dim=1)
+
+    def missing() -> Tensor:
+        for head, target in enumerate(targets):
+            ready[:, head] = target[:, rows.READY_WORD]
+        return ready != 0
+
+    late = wait(missing, lambda absent: _row_is_taken(targets, absent), errors, spin_limit)
+    fence()  # the owner's reads of the rows before our stores
+    chosen = [(~late[:, head]).nonzero().squeeze(1) for head in range(heads)]
+    for head, target in enumerate(targets):
+        target[chosen[head], : rows.READY_WORD] = words[chosen[head], head]
+    fence()  # the words before the ready word
+    for head, target in enumerate(targets):
+        target[chosen[head], rows.READY_WORD] = rows.READY
+    record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
+
+
+def _row_is_taken(targets: list[Tensor], absent: Tensor) -> Callable[[], bool]:
+    """Whether the first row of `absent` [T, heads] still holds a ready word."""
+    t, head = (int(x) for x in absent.nonzero()[0])
+    word = ctypes.c_int32.from_address(targets[head][t, rows.READY_WORD].data_ptr())
+    return lambda: word.value != 0
