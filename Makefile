@@ -1,0 +1,41 @@
+# Two commands set everything up: `make demo` and `make test`. The rest is for who works on the code.
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+
+export PYTHONUNBUFFERED = 1
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+
+.PHONY: demo test test-gpu lint mutants bench clean
+
+# What the project needs, pinned; an installed set is not looked at again until its list changes.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.installed: requirements/demo.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing what the demo needs into $(VENV) (torch is the large one) ..."
+	$(PIP) -r requirements/demo.txt
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+$(VENV)/dev.installed: requirements/dev.txt $(VENV)/demo.installed
+	@echo "Installing what the tests need into $(VENV) ..."
+	$(PIP) -r requirements/dev.txt
+	@touch $@
+
+demo: $(VENV)/demo.installed  ## replay the sample trace over four ranks, about a minute
+	$(VENV)/bin/msa-icp demo --report demo-report
+
+test: $(VENV)/dev.installed  ## everything that runs without a GPU
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/dev.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+mutants: $(VENV)/dev.installed  ## planted faults, each of which must make the suite fail
+	$(VENV)/bin/python tests/mutants.py
+
+clean:
+	rm -rf $(VENV) demo-report build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

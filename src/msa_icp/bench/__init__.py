@@ -1,0 +1,1 @@
+"""Benchmarks: how to time, the plain read that judges a kernel, and one module a stage."""

@@ -1,0 +1,173 @@
+"""The decode scorer over sizes, layouts and query lengths, beside the plain read of the same bytes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import msa_icp
+from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout
+
+from . import ruler
+from .measure import chain_bytes, chain_length, time_chain, versions
+
+RAGGED = 2 * (
+    (11000, 15000, 22000, 30000, 41000, 52000, 66000, 66000)
+    + (70000, 85000, 99000, 120000, 150000, 180000, 210000, 236000)
+)
+"""Key rows of the ragged batch's requests."""
+
+LAYOUTS = {
+    "P128W2": ShardLayout(world_size=2, rank=1, page_size=128),
+    "P128W4": ShardLayout(world_size=4, rank=1, page_size=128),
+    "P256W2": ShardLayout(world_size=2, rank=1, page_size=256),
+    "P256W4": ShardLayout(world_size=4, rank=1, page_size=256),
+}
+QUERY_LENS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Key rows of each request of a batch, on this rank."""
+
+    name: str
+    keys: tuple[int, ...]
+
+    def columns(self, layout: ShardLayout) -> list[int]:
+        """Page columns of each request."""
+        return [-(-keys // layout.rows) for keys in self.keys]
+
+    def k_bytes(self, layout: ShardLayout) -> int:
+        """Bytes of K that one launch reads."""
+        return sum(self.columns(layout)) * layout.page_bytes
+
+
+SIZES = (
+    Size("1 x 2K", (2048,)),
+    Size("1 x 8K", (8192,)),
+    Size("1 x 32K", (32768,)),
+    Size("16 x 8K", (8192,) * 16),
+    Size("64 x 8K", (8192,) * 64),
+    Size("64 x 32K", (32768,) * 64),
+    Size("ragged / 4", tuple(keys // 4 for keys in RAGGED)),
+    Size("ragged", RAGGED),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure; times in microseconds per launch. `keys` is a number, or a name where they differ."""
+
+    backend: str
+    layout: str
+    query_len: int
+    batch: int
+    keys: int | str
+    bytes: int
+    us: float
+    plain_read_us: float | None
+    chained_read_us: float | None
+
+    @property
+    def of_plain_read(self) -> float | None:
+        """The figure that counts: plain read / ours, above one where we are faster."""
+        return None if self.plain_read_us is None else self.plain_read_us / self.us
+
+
+class Workload:
+    """Random keys for every layer of a chain, and a batch over randomly permuted pages."""
+
+    def __init__(self, pool: Tensor, size: Size, layout: ShardLayout, query_len: int) -> None:
+        device = pool.device
+        self.layout = layout
+        self.query_len = query_len
+        columns = size.columns(layout)
+        pages = sum(columns)
+        self.k_bytes = size.k_bytes(layout)
+        launches = chain_length(self.k_bytes, device)
+        self.buffers = list(pool[: launches * self.k_bytes].split(self.k_bytes))
+        self.layers = [
+            buffer.view(torch.float8_e4m3fn).view(pages, layout.rows, HEAD_DIM) for buffer in self.buffers
+        ]
+        order = torch.randperm(pages).to(torch.int32)
+        table = torch.zeros((len(columns), max(columns)), dtype=torch.int32)
+        for row, (count, own) in enumerate(zip(columns, order.split(columns), strict=True)):
+            table[row, :count] = own
+        self.block_table = table.to(device)
+        lens = [keys * layout.world_size for keys in size.keys]
+        self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        tokens = len(columns) * query_len
+        self.index_q = pool[: tokens * NUM_HEADS * HEAD_DIM].clone().view(torch.float8_e4m3fn)
+        self.index_q = self.index_q.view(tokens, NUM_HEADS, HEAD_DIM)
+        self.score_out = torch.empty((tokens, NUM_HEADS, -(-max(columns) // 4) * 4), device=device)
+
+    def score(self, layer: int, backend: str, enable_pdl: bool = True) -> None:
+        """One launch."""
+        msa_icp.msa_icp_decode_index_score_sharded(
+            self.index_q,
+            self.layers[layer],
+            self.block_table,
+            self.seq_lens,
+            self.score_out,
+            rank=self.layout.rank,
+            world_size=self.layout.world_size,
+            page_size=self.layout.page_size,
+            decode_query_len=self.query_len,
+            max_decode_query_len=max(QUERY_LENS),
+            enable_pdl=enable_pdl,
+            backend=backend,
+        )
+
+
+def random_keys(nbytes: int, device: torch.device) -> Tensor:
+    """Random e4m3 bytes without NaN."""
+    keys = torch.randint(0, 0xFE, (nbytes,), dtype=torch.uint8, device=device)
+    return keys + (keys >= 0x7F)
+
+
+def rows(
+    device: torch.device,
+    backends: list[str],
+    *,
+    sizes: Sequence[Size] = SIZES,
+    layouts: Sequence[str] = tuple(LAYOUTS),
+    query_lens: Sequence[int] = QUERY_LENS,
+) -> Iterator[Row]:
+    """Measure every combination and yield its row as soon as it is there."""
+    largest = max(size.k_bytes(LAYOUTS[layout]) for size in sizes for layout in layouts)
+    pool = random_keys(largest + chain_bytes(device), device)
+    reader = ruler.Ruler(device) if ruler.unavailable(device) is None else None
+    reads: dict[int, tuple[float | None, float | None]] = {}
+    for size, layout, query_len in itertools.product(sizes, layouts, query_lens):
+        work = Workload(pool, size, LAYOUTS[layout], query_len)
+        if work.k_bytes not in reads:
+            reads[work.k_bytes] = reader.time(work.buffers) if reader else (None, None)
+        plain, chained = reads[work.k_bytes]
+        for backend in backends:
+            us = time_chain(functools.partial(work.score, backend=backend), len(work.layers), device)
+            yield Row(
+                backend=backend,
+                layout=layout,
+                query_len=query_len,
+                batch=len(size.keys),
+                keys=size.name if len(set(size.keys)) > 1 else size.keys[0],
+                bytes=work.k_bytes,
+                us=round(us, 3),
+                plain_read_us=_round(plain),
+                chained_read_us=_round(chained),
+            )
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def document(device: torch.device, measured: list[Row], *, date: str, commit: str) -> dict[str, Any]:
+    """The JSON document of a run."""
+    return {**versions(device), "date": date, "commit": commit, "rows": [asdict(row) for row in measured]}

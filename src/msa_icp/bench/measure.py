@@ -1,0 +1,90 @@
+"""How everything here is timed.
+
+On a GPU: one CUDA graph holds a chain of back-to-back launches, each over another layer's buffers, as
+many as make the buffers together larger than any cache: decode finds its keys cold. The median over
+replays, divided by the launches, is the time of one. On a CPU: the median of the wall-clock times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+CHAIN_LAUNCHES = 6000
+"""The most launches of one chain."""
+_REPLAYS = 15
+_MEASURE_SECONDS = 0.05
+
+
+def chain_bytes(device: torch.device) -> int:
+    """Bytes that the buffers of one chain have together, at least: many times the largest cache."""
+    return 1_500_000_000 if device.type == "cuda" else 100_000_000
+
+
+def chain_length(bytes_per_launch: int, device: torch.device) -> int:
+    """Launches of a chain over buffers of that size."""
+    return max(1, min(CHAIN_LAUNCHES, -(-chain_bytes(device) // bytes_per_launch)))
+
+
+def time_chain(launch: Callable[[int], None], launches: int, device: torch.device) -> float:
+    """Microseconds of one of `launch(0) ... launch(launches - 1)`, run back to back."""
+    if device.type == "cuda":
+        return _time_graph(launch, launches, device)
+    for index in range(launches):
+        launch(index)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for index in range(launches):
+            launch(index)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / launches * 1e6
+
+
+def _time_graph(launch: Callable[[int], None], launches: int, device: torch.device) -> float:
+    with torch.cuda.device(device):
+        launch(0)  # compiles and loads what is not loaded yet
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for index in range(launches):
+                launch(index)
+        graph.replay()
+        torch.cuda.synchronize()
+        times: list[float] = []
+        spent = 0.0
+        while len(times) < _REPLAYS or (spent < _MEASURE_SECONDS and len(times) < 20 * _REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+            spent += times[-1] / 1e3
+        return statistics.median(times) / launches * 1e3
+
+
+def versions(device: torch.device) -> dict[str, str | None]:
+    """The card (or processor) and the versions that a figure holds for."""
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    return {"card": card, "torch": torch.__version__, "triton": triton_version}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        import platform
+
+        name = platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"

@@ -1,0 +1,75 @@
+"""The two reads that a scorer is judged by, compiled at run time through NVRTC (`plain_read.cu`)."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .measure import time_chain
+
+GRIDS = (132, 264, 528, 1056, 2112)
+"""Grids to try; the fastest counts."""
+THREADS = 512
+
+
+def unavailable(device: torch.device) -> str | None:
+    """None where the ruler can be measured on `device`, else the reason."""
+    if device.type != "cuda":
+        return "the plain read is a CUDA kernel"
+    if torch.version.hip is not None:
+        return "the plain read is a CUDA kernel, and this PyTorch is for ROCm"
+    try:
+        import cuda.core  # noqa: F401
+    except ImportError:
+        return "cuda-core is not installed; install msa-icp[cuda13] or msa-icp[cuda12]"
+    return None
+
+
+class Ruler:
+    """The kernels of one source file; ours unless `source` names another with the same two kernels."""
+
+    def __init__(self, device: torch.device, source: Path | None = None) -> None:
+        from cuda.core import Device, Program, ProgramOptions
+
+        self._device = Device(device.index or 0)
+        self._device.set_current()
+        text = (source or resources.files(__package__) / "plain_read.cu").read_text()
+        major, minor = torch.cuda.get_device_capability(device)
+        # griddepcontrol needs 9.0; an older card has no chained read.
+        self._chained = major >= 9
+        if not self._chained:
+            text = text[
+                : text.index('extern "C" __global__ void __launch_bounds__(kThreads)\n    chained_read')
+            ]
+        program = Program(text, "c++", ProgramOptions(arch=f"sm_{major}{minor}", std="c++17"))
+        self._code = program.compile("cubin")
+        self._sink = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def time(self, buffers: list[Tensor]) -> tuple[float, float | None]:
+        """Microseconds per buffer of the plain and of the chained read of all buffers, one after another.
+
+        The buffers are contiguous and of one size.
+        """
+        plain = min(self._chain("plain_read", buffers, grid, pdl=False) for grid in GRIDS)
+        if not self._chained:
+            return plain, None
+        return plain, min(self._chain("chained_read", buffers, grid, pdl=True) for grid in GRIDS)
+
+    def _chain(self, name: str, buffers: list[Tensor], grid: int, *, pdl: bool) -> float:
+        from cuda.core import LaunchConfig, Stream, launch
+
+        kernel: Any = self._code.get_kernel(name)
+        config = LaunchConfig(grid=grid, block=THREADS, programmatic_stream_serialization=pdl)
+        lines = buffers[0].numel() * buffers[0].element_size() // 16
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        sink = self._sink.data_ptr()
+
+        def read(index: int) -> None:
+            stream = Stream.from_handle(torch.cuda.current_stream(self._sink.device).cuda_stream)
+            launch(stream, config, kernel, addresses[index], lines, sink)
+
+        return time_chain(read, len(buffers), self._sink.device)
