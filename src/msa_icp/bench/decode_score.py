@@ -17,10 +17,8 @@ from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout
 from . import ruler
 from .measure import chain_bytes, chain_length, time_chain, versions
 
-RAGGED = 2 * (
-    (11000, 15000, 22000, 30000, 41000, 52000, 66000, 66000)
-    + (70000, 85000, 99000, 120000, 150000, 180000, 210000, 236000)
-)
+_RAGGED_THOUSANDS = (11, 15, 22, 30, 41, 52, 66, 66, 70, 85, 99, 120, 150, 180, 210, 236)
+RAGGED = tuple(1000 * thousands for thousands in _RAGGED_THOUSANDS) * 2
 """Key rows of the ragged batch's requests."""
 
 LAYOUTS = {
