@@ -48,7 +48,7 @@ def block_scores(q: Tensor, keys: Tensor, positions: Sequence[int] | Tensor) -> 
     n = keys.shape[0]
     blocks = math.ceil(n / 128)
     key_positions = torch.arange(n)
-    out = torch.full((q.shape[0], q.shape[1], blocks), NEG_INF)
+    out = torch.full((q.shape[0], q.shape[1], blocks), NEG_INF, dtype=torch.float32)
     for t, position in enumerate(int(p) for p in positions):
         scores = canonical_scores(q[t], keys)
         visible = key_positions <= position
@@ -92,7 +92,7 @@ def shard_scores(
     nothing is written.
     """
     tokens, heads, _ = index_q.shape
-    scores = torch.full((tokens, heads, cols), NEG_INF)
+    scores = torch.full((tokens, heads, cols), NEG_INF, dtype=torch.float32)
     written = torch.zeros((tokens, heads, cols), dtype=torch.bool)
     for b, seq_len in enumerate(seq_lens.tolist()):
         if seq_len <= 0:

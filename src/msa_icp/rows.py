@@ -42,15 +42,15 @@ def untag(tagged: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def slot_of(recv_slot: Tensor) -> int:
-    """Which slot set a view of a receive storage is; 0 for a buffer that is no such view.
+    """Which slot set a view of a receive storage lies in; 0 for a buffer that is no such view.
 
     Legacy rows lie at the start of the storage and tagged rows right after the legacy ones
-    (`msa_icp_comm_layout`), so the view's place in its storage tells.
+    (`msa_icp_comm_layout`), so the view's place in its storage tells. A view of fewer tokens keeps the
+    strides of the whole slot set.
     """
-    world_size, heads, capacity, width = recv_slot.shape
-    rows = world_size * heads * capacity
+    width = recv_slot.shape[-1]
+    slot_words = recv_slot.shape[0] * recv_slot.stride(0)
     offset = int(recv_slot.storage_offset())
     if width == TAGGED_WORDS:
-        offset -= SLOT_SETS * rows * LEGACY_WORDS * 4 // 8
-    slot, rest = divmod(offset, rows * width)
-    return slot if rest == 0 and 0 <= slot < SLOT_SETS else 0
+        offset -= SLOT_SETS * (slot_words // width) * LEGACY_WORDS // 2  # int64 elements
+    return offset // slot_words if 0 <= offset < SLOT_SETS * slot_words else 0

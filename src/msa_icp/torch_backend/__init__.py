@@ -47,7 +47,7 @@ def warmup(device: torch.device) -> None:
         keys,
         torch.zeros((1, 1), dtype=torch.int32, device=device),
         one,
-        torch.empty((1, NUM_HEADS, 4), device=device),
+        torch.empty((1, NUM_HEADS, 4), dtype=torch.float32, device=device),
         layout=layout,
         decode_query_len=1,
         enable_pdl=False,

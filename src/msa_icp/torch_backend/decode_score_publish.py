@@ -32,7 +32,9 @@ def decode_score_publish(
 ) -> None:
     """Publish the Top16 of scores that only this call sees; `pool` is not needed here."""
     columns = min(block_table.shape[1], MAX_BLOCKS)
-    scores = torch.full((index_q.shape[0], NUM_HEADS, columns), float("-inf"), device=index_q.device)
+    scores = torch.full(
+        (index_q.shape[0], NUM_HEADS, columns), float("-inf"), dtype=torch.float32, device=index_q.device
+    )
     decode_index_score_sharded(
         index_q,
         index_k,

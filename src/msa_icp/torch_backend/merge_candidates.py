@@ -48,7 +48,7 @@ def merge_candidates(
         # A padding token of a prefill window attends to block 0, which always exists.
         merged[..., 0].masked_fill_((num_valid_pages <= 0)[:, None], 0)
     if late is not None:
-        merged.masked_fill_(late.any(0).T[:, :, None], rows.PAD_ID)
+        merged.masked_fill_(late.T[:, :, None], rows.PAD_ID)
     output.copy_(merged)
 
 
@@ -62,7 +62,8 @@ def _merge(
     # comes first and its other keys follow somewhere behind: all but the first are no candidates.
     keys = keys.sort(-1, descending=True).values
     block = torch.where(keys == NOT_A_CANDIDATE, -1, keys & (MAX_BLOCKS - 1))
-    earlier = torch.ones(keys.shape[-1], keys.shape[-1], dtype=torch.bool).tril(-1)
+    count = keys.shape[-1]
+    earlier = torch.ones((count, count), dtype=torch.bool, device=keys.device).tril(-1)
     repeated = ((block.unsqueeze(-1) == block.unsqueeze(-2)) & earlier).any(-1)
     merged = best16(torch.where(repeated, NOT_A_CANDIDATE, keys))
     return torch.where(merged == MAX_BLOCKS, rows.PAD_ID, merged).to(torch.int32)
@@ -73,55 +74,68 @@ def _take_tagged(
 ) -> tuple[Tensor, Tensor]:
     """Wait for the generation after `expected` [hpr, T] and advance it.
 
-    Returns the words and which rows are late, bool `[W, hpr, T]`. What is decoded is the very copy
+    Returns the words and which rows are late, bool `[hpr, T]`. What is decoded is the very copy
     whose tags matched: a later write of a fast rank cannot mix into it.
     """
     wanted = expected + 1
-    snapshot = torch.empty(received.shape, dtype=received.dtype)
-    tags = torch.empty(received.shape, dtype=torch.int32)
-    words = torch.empty(received.shape, dtype=torch.int32)
+    snapshot = torch.empty(received.shape, dtype=received.dtype, device=received.device)
+    words = torch.zeros(received.shape, dtype=torch.int32, device=received.device)
 
-    def missing() -> Tensor:
+    def absent() -> Tensor:  # [W, hpr, T, words]
         snapshot.copy_(received)
-        tags[...], words[...] = rows.untag(snapshot)
-        return (tags != wanted[..., None]).any(-1)
+        return rows.untag(snapshot)[0] != wanted[..., None]
 
-    def first_word(absent: Tensor) -> Callable[[], bool]:
-        w, h, t = (int(x) for x in absent.nonzero()[0])
-        index = int((tags[w, h, t] != wanted[h, t]).nonzero()[0])
-        want = int(wanted[h, t])
-        high = ctypes.c_int64.from_address(received[w, h, t, index].data_ptr())
-        return lambda: (high.value >> 32) != want
+    def take(there: Tensor) -> None:
+        words[:, there] = rows.untag(snapshot[:, there])[1]
 
-    late = wait(missing, first_word, errors, spin_limit)
+    def watch(row: tuple[int, ...]) -> Callable[[], bool]:
+        head, t = row
+        missing = absent()[:, head, t].nonzero().tolist()
+        if not missing:  # it has come since
+            return lambda: False
+        rank, word = missing[0]
+        want = int(wanted[head, t])
+        tagged = ctypes.c_int64.from_address(received[rank, head, t, word].data_ptr())
+        return lambda: (tagged.value >> 32) != want
+
+    late = wait(wanted.shape, lambda: absent().any(-1).any(0), take, watch, errors, spin_limit)
     expected.copy_(wanted)
-    _record(errors, late, slot)
+    _record(errors, late, absent().any(-1), slot)
     return words, late
 
 
 def _take_legacy(received: Tensor, errors: Tensor, spin_limit: int, slot: int) -> tuple[Tensor, Tensor]:
-    """Wait for the ready words, copy the rows and clear the ready words of the complete ones.
+    """Wait for the ready words, copy the rows and clear the ready words.
 
-    Returns the words and which rows are late, bool `[W, hpr, T]`. Where one rank's row is late, the
-    other ranks' rows of that (token, head) keep their ready words.
+    Returns the words and which rows are late, bool `[hpr, T]`. Where one rank's row is late, the other
+    ranks' rows of that (token, head) keep their ready words.
     """
     ready = received[..., rows.READY_WORD]
+    words = torch.zeros((*received.shape[:-1], rows.READY_WORD), dtype=received.dtype, device=received.device)
 
-    def first_word(absent: Tensor) -> Callable[[], bool]:
-        word = ctypes.c_int32.from_address(ready[tuple(int(x) for x in absent.nonzero()[0])].data_ptr())
+    def take(there: Tensor) -> None:
+        fence()  # the ready words before the rows
+        words[:, there] = received[:, there, : rows.READY_WORD]
+        fence()  # the rows before the ready words are cleared
+        ready.masked_fill_(there, 0)
+
+    def watch(row: tuple[int, ...]) -> Callable[[], bool]:
+        head, t = row
+        missing = (ready[:, head, t] != rows.READY).nonzero().flatten().tolist()
+        if not missing:  # it has come since
+            return lambda: False
+        word = ctypes.c_int32.from_address(ready[missing[0], head, t].data_ptr())
         return lambda: word.value != rows.READY
 
-    late = wait(lambda: ready != rows.READY, first_word, errors, spin_limit)
-    fence()  # the ready words before the rows
-    words = received[..., : rows.READY_WORD].clone()
-    fence()  # the rows before the ready words are cleared
-    ready.masked_fill_(~late.any(0), 0)
-    _record(errors, late, slot)
+    late = wait(received.shape[1:3], lambda: (ready != rows.READY).any(0), take, watch, errors, spin_limit)
+    _record(errors, late, ready != rows.READY, slot)
     return words, late
 
 
-def _record(errors: Tensor, late: Tensor, slot: int) -> None:
-    def ranks_of(t: int, head: int) -> int:
-        return sum(1 << rank for rank, absent in enumerate(late[:, head, t].tolist()) if absent)
+def _record(errors: Tensor, late: Tensor, absent: Tensor, slot: int) -> None:
+    """Count the late rows [hpr, T]; `absent` [W, hpr, T] tells whose rows are missing."""
 
-    record_failures(errors, late.any(0).T, slot, ranks_of)
+    def ranks_of(t: int, head: int) -> int:
+        return sum(1 << rank for rank, missing in enumerate(absent[:, head, t].tolist()) if missing)
+
+    record_failures(errors, late.T, slot, ranks_of)

@@ -63,26 +63,25 @@ def topk_select_publish(
         return
 
     targets = [destination(head, geometry.LEGACY_WORDS, torch.int32) for head in range(heads)]
-    ready = torch.stack([target[:, rows.READY_WORD] for target in targets], dim=1)
 
-    def missing() -> Tensor:
-        for head, target in enumerate(targets):
-            ready[:, head] = target[:, rows.READY_WORD]
-        return ready != 0
+    def look() -> Tensor:
+        return torch.stack([target[:, rows.READY_WORD] for target in targets], dim=1) != 0
 
-    late = wait(missing, lambda absent: _row_is_taken(targets, absent), errors, spin_limit)
+    def watch(row: tuple[int, ...]) -> Callable[[], bool]:
+        t, head = row
+        word = ctypes.c_int32.from_address(targets[head][t, rows.READY_WORD].data_ptr())
+        return lambda: word.value != 0
+
+    late = wait((tokens, heads), look, lambda free: _store(words, targets, free), watch, errors, spin_limit)
+    record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
+
+
+def _store(words: Tensor, targets: list[Tensor], free: Tensor) -> None:
+    """Store the rows `free`, bool [T, heads], of `words` [T, heads, 32], each before its ready word."""
     fence()  # the owner's reads of the rows before our stores
-    chosen = [(~late[:, head]).nonzero().squeeze(1) for head in range(heads)]
+    chosen = [free[:, head].nonzero().squeeze(1) for head in range(len(targets))]
     for head, target in enumerate(targets):
         target[chosen[head], : rows.READY_WORD] = words[chosen[head], head]
     fence()  # the words before the ready word
     for head, target in enumerate(targets):
         target[chosen[head], rows.READY_WORD] = rows.READY
-    record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
-
-
-def _row_is_taken(targets: list[Tensor], absent: Tensor) -> Callable[[], bool]:
-    """Whether the first row of `absent` [T, heads] still holds a ready word."""
-    t, head = (int(x) for x in absent.nonzero()[0])
-    word = ctypes.c_int32.from_address(targets[head][t, rows.READY_WORD].data_ptr())
-    return lambda: word.value != 0

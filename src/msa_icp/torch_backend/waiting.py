@@ -13,6 +13,8 @@ from torch import Tensor
 
 _yield = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 _fence_lock = threading.Lock()
+_WATCHED = 100
+"""Polls of one row between two looks at all of them."""
 
 
 def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -37,25 +39,41 @@ def fence() -> None:
 
 
 def wait(
-    missing: Callable[[], Tensor],
-    first_word: Callable[[Tensor], Callable[[], bool]],
+    rows: tuple[int, ...],
+    look: Callable[[], Tensor],
+    take: Callable[[Tensor], None],
+    watch: Callable[[tuple[int, ...]], Callable[[], bool]],
     errors: Tensor,
     spin_limit: int,
 ) -> Tensor:
-    """Poll until nothing is missing, `spin_limit` polls at most; returns what is missing then.
+    """Poll until every row is there, `spin_limit` polls at most; returns which rows are late, a bool tensor.
 
-    `missing()` looks at every row and returns a bool tensor. Between two such looks only one row is
-    watched, which is hundreds of times cheaper: `first_word(missing)` returns a function that tells
-    whether that row is still missing. With a failure already in `errors` there is one poll.
+    Each row is taken as soon as it is there: one that is late must not hold up the others, whose
+    peers would wait for us in their turn.
+
+    Args:
+        rows: shape of the rows that are waited for.
+        look: one poll of all rows; bool, true where a row is still missing.
+        take: called with the rows, bool, that a look found for the first time.
+        watch: of a missing row's index, makes a poll of that row alone, true while it is missing. It
+            is hundreds of times cheaper than a look.
+        errors: with a failure in it already, there is one poll.
     """
     polls_left = 1 if int(errors[0]) != 0 else spin_limit
+    late = torch.ones(rows, dtype=torch.bool, device=errors.device)
     while True:
-        absent = missing()
+        missing = look()
         polls_left -= 1
-        if polls_left <= 0 or not bool(absent.any()):
-            return absent
-        still_missing = first_word(absent)
-        while polls_left > 1 and still_missing():
+        there = late & ~missing
+        if bool(there.any()):
+            take(there)
+            late &= missing
+        if polls_left <= 0 or not bool(late.any()):
+            return late
+        is_missing = watch(tuple(late.nonzero()[0].tolist()))
+        for _ in range(min(_WATCHED, polls_left - 1)):
+            if not is_missing():
+                break
             polls_left -= 1
             _yield()
 
