@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
-PREFERENCE = ("torch",)
-"""Backend names, the best first; `msa_icp.<name>_backend` is the package of each."""
+NAMES = ("triton", "torch")
+"""Backend names; `msa_icp.<name>_backend` is the package of each. The better of a GPU comes first."""
 
 AUTOMATIC = ("cake", "auto")
 """Names that leave the choice to the device; "cake" is the upstream's only one."""
@@ -18,10 +18,15 @@ def _package(name: str) -> ModuleType:
     return importlib.import_module(f"msa_icp.{name}_backend")
 
 
+def _by_preference(device: torch.device) -> tuple[str, ...]:
+    """The names, best first. On a CPU kernels run interpreted, if at all."""
+    return tuple(reversed(NAMES)) if device.type == "cpu" else NAMES
+
+
 def backends(device: torch.device | str) -> dict[str, str | None]:
     """Every backend by name: None where it serves `device`, else the reason why it does not."""
     where = torch.device(device)
-    return {name: _package(name).unavailable(where) for name in PREFERENCE}
+    return {name: _package(name).unavailable(where) for name in _by_preference(where)}
 
 
 def is_supported(device: torch.device | str) -> bool:
@@ -36,14 +41,14 @@ def resolve(backend: str, device: torch.device) -> ModuleType:
     reason.
     """
     if backend in AUTOMATIC:
-        for name in PREFERENCE:
+        for name in _by_preference(device):
             package = _package(name)
             if package.unavailable(device) is None:
                 return package
         reasons = "; ".join(f"{name}: {reason}" for name, reason in backends(device).items())
         raise ValueError(f"backend: no backend serves {device} ({reasons})")
-    if backend not in PREFERENCE:
-        known = ", ".join(repr(name) for name in AUTOMATIC + PREFERENCE)
+    if backend not in NAMES:
+        known = ", ".join(repr(name) for name in AUTOMATIC + NAMES)
         raise ValueError(f"backend: must be one of {known}, was {backend!r}")
     package = _package(backend)
     reason = package.unavailable(device)

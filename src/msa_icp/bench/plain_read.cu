@@ -28,29 +28,31 @@ __device__ __forceinline__ unsigned fold(const Line& line) {
   return line.word[0] ^ line.word[1] ^ line.word[2] ^ line.word[3];
 }
 
-__device__ __forceinline__ void read_slice(const Line* data, long long lines, unsigned* sink) {
-  const long long share = (lines + gridDim.x - 1) / gridDim.x;
-  const Line* at = data + share * blockIdx.x + threadIdx.x;
-  const Line* end = data + min(share * (blockIdx.x + 1LL), lines);
+// `lines` below 2**31: at small sizes a 64-bit division would be part of what is measured.
+__device__ __forceinline__ void read_slice(const Line* data, unsigned lines, unsigned* sink) {
+  const unsigned share = (lines + gridDim.x - 1) / gridDim.x;
+  const unsigned begin = share * blockIdx.x;
+  const unsigned end = min(begin + share, lines);
   unsigned folded = 0;
+  unsigned at = begin + threadIdx.x;
   for (; at + (kInFlight - 1) * kThreads < end; at += kInFlight * kThreads) {
     Line line[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) line[i] = stream(at + i * kThreads);
+    for (int i = 0; i < kInFlight; ++i) line[i] = stream(data + at + i * kThreads);
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) folded ^= fold(line[i]);
   }
-  for (; at < end; at += kThreads) folded ^= fold(stream(at));
+  for (; at < end; at += kThreads) folded ^= fold(stream(data + at));
   if (folded == kUnlikely) *sink = folded;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    plain_read(const Line* data, long long lines, unsigned* sink) {
+    plain_read(const Line* data, unsigned lines, unsigned* sink) {
   read_slice(data, lines, sink);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    chained_read(const Line* data, long long lines, unsigned* sink) {
+    chained_read(const Line* data, unsigned lines, unsigned* sink) {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   read_slice(data, lines, sink);
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Ruler:
 
         self._device = Device(device.index or 0)
         self._device.set_current()
+        self._narrow = source is None  # the type of our kernels' line count
         text = (source or resources.files(__package__) / "plain_read.cu").read_text()
         major, minor = torch.cuda.get_device_capability(device)
         # griddepcontrol needs 9.0; an older card has no chained read.
@@ -67,9 +69,10 @@ class Ruler:
         lines = buffers[0].numel() * buffers[0].element_size() // 16
         addresses = [buffer.data_ptr() for buffer in buffers]
         sink = self._sink.data_ptr()
+        count = ctypes.c_uint32(lines) if self._narrow else ctypes.c_int64(lines)
 
         def read(index: int) -> None:
             stream = Stream.from_handle(torch.cuda.current_stream(self._sink.device).cuda_stream)
-            launch(stream, config, kernel, addresses[index], lines, sink)
+            launch(stream, config, kernel, addresses[index], count, sink)
 
         return time_chain(read, len(buffers), self._sink.device)

@@ -1,0 +1,177 @@
+"""Before anything starts: which requests are replayed, how many pages they get, whether it all fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+import msa_icp
+
+from ..dispatch import AUTOMATIC
+from ..geometry import HEAD_DIM, NUM_HEADS, ShardLayout
+from .engine import Engine
+from .errors import UsageError
+from .options import ReplayOptions
+from .trace import Request
+
+_PROCESS_BYTES = 300 << 20
+"""Resident bytes of a process that has imported torch."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A replay that can start. Every rank gets it; the rest follows from it."""
+
+    options: ReplayOptions
+    requests: list[Request]
+    skipped: int
+    """Requests passed over because they outgrow `--max-context`."""
+    pages: int
+    """Physical pages of each layer's cache."""
+    longest: int
+    """Largest context of a request, its output included."""
+    walk: Walk
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that the ranks run on."""
+        return resolve_backend(self.options.backend)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What the schedule does from its first to its last step."""
+
+    contexts: list[list[int]]
+    """For each step the context of each batch row, 0 where it is empty."""
+    tokens: int
+    followed: int
+    """Place of the request with the most decode steps, and of those the longest."""
+
+
+def make_plan(trace: Sequence[Request], options: ReplayOptions) -> Plan:
+    """Choose requests and pages. Raises UsageError where the replay cannot start."""
+    resolve_backend(options.backend)
+    requests: list[Request] = []
+    skipped = 0
+    for request in trace:
+        if len(requests) == options.requests:
+            break
+        if options.final_context(request.prompt_tokens, request.output_tokens) <= options.max_context:
+            requests.append(request)
+        else:
+            skipped += 1
+    if not requests:
+        raise UsageError(
+            f"no request of the trace fits --max-context {options.max_context}: the shortest needs "
+            f"{min(options.final_context(r.prompt_tokens, r.output_tokens) for r in trace)} tokens"
+        )
+    finals = sorted((options.final_context(r.prompt_tokens, r.output_tokens) for r in requests), reverse=True)
+    pages = _pages(options, finals)
+    _check_memory(options, pages, finals[0])
+    return Plan(options, requests, skipped, pages, finals[0], _walk(requests, options, pages))
+
+
+def _pages(options: ReplayOptions, finals: list[int]) -> int:
+    """Pages of a layer's cache for requests that end with contexts `finals`, the largest first."""
+    if options.cache_tokens is None:
+        # Enough for any batch, so that the schedule is the same for every page size.
+        return sum(-(-tokens // options.page_size) for tokens in finals[: options.max_batch])
+    if options.cache_tokens < finals[0] + options.page_size:
+        raise UsageError(
+            f"--cache-tokens must be at least {finals[0] + options.page_size} for the longest request, was "
+            f"{options.cache_tokens}"
+        )
+    return options.cache_tokens // options.page_size
+
+
+def resolve_backend(backend: str) -> str:
+    """The backend that serves the CPU under this name. Raises UsageError with the reason."""
+    reasons = msa_icp.backends("cpu")
+    if backend in AUTOMATIC:
+        return next(name for name, reason in reasons.items() if reason is None)
+    if backend not in reasons:
+        raise UsageError(f"--backend must be one of {', '.join([*AUTOMATIC, *reasons])}, was {backend}")
+    if reasons[backend] is not None:
+        raise UsageError(f"--backend {backend} does not serve the CPU: {reasons[backend]}")
+    return backend
+
+
+def needed_bytes(options: ReplayOptions, pages: int, longest: int) -> int:
+    """Memory that all ranks of a replay take together, roughly and rather too much."""
+    columns = msa_icp.msa_icp_decode_score_columns(longest, options.page_size)
+    layout = msa_icp.msa_icp_comm_layout(options.world_size, options.heads_per_rank, options.capacity)
+    per_rank: int = (
+        options.capacity * NUM_HEADS * columns * 4  # score rows
+        + options.batch_rows * columns * 4  # block table
+        + layout["storage_words"] * 4
+        + (0 if options.in_process else _PROCESS_BYTES)
+    )
+    cache: int = pages * options.page_size * HEAD_DIM * options.sparse_layers
+    checking = longest * HEAD_DIM * 10 if options.check_every else 0  # a context in FP8, FP32 and FP64
+    return (
+        cache + options.world_size * per_rank + checking * (1 if options.in_process else options.world_size)
+    )
+
+
+def _check_memory(options: ReplayOptions, pages: int, longest: int) -> None:
+    need, free = needed_bytes(options, pages, longest), available_bytes()
+    if need > free:
+        raise UsageError(
+            f"contexts up to {longest} tokens with --max-batch {options.max_batch} and --sparse-layers "
+            f"{options.sparse_layers} need about {need / 2**30:.1f} GiB, this machine has "
+            f"{free / 2**30:.1f} GiB available: lower one of them or --max-context"
+        )
+
+
+def available_bytes() -> int:
+    """Memory that can still be taken: the machine's, or less where a control group limits it."""
+    free: int = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        details = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return free  # no control group of version 2
+    cached = int(details["inactive_file"])  # given back when it is needed
+    return free if limit == "max" else min(free, int(limit) - used + cached)
+
+
+def _walk(requests: list[Request], options: ReplayOptions, pages: int) -> Walk:
+    engine = Engine(requests, options, pages)
+    contexts = []
+    decoded: Counter[int] = Counter()
+    for step in engine.steps():
+        of_row = {row.row: row.seq_len for row in step.rows}
+        contexts.append([of_row.get(row, 0) for row in range(options.max_batch)])
+        decoded.update(row.request for row in step.rows)
+    followed = max(decoded, key=lambda place: (decoded[place], requests[place].prompt_tokens))
+    return Walk(contexts, decoded.total() * options.query_len, followed)
+
+
+def k_bytes(plan: Plan, steps: int) -> list[int]:
+    """For each of the first steps the index-key bytes that each rank's scorer reads, over all layers.
+
+    Whole pages, so that every rank reads the same: a replicated indexer reads world-size times that.
+    """
+    layout = ShardLayout(plan.options.world_size, 0, plan.options.page_size)
+    page_bytes = layout.page_bytes * plan.options.sparse_layers
+    return [
+        sum(layout.columns(context) for context in contexts) * page_bytes
+        for contexts in plan.walk.contexts[:steps]
+    ]
+
+
+def threads_per_rank(options: ReplayOptions) -> int:
+    """torch threads of one rank, so that all ranks together have one for each core."""
+    return (
+        torch.get_num_threads()
+        if options.in_process
+        else max(1, torch.get_num_threads() // options.world_size)
+    )

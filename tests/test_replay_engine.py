@@ -1,0 +1,195 @@
+"""The schedule: continuous batching whose pages hold, at every step, what their requests need."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay_cases import CONVERSATION, small_plan
+
+import msa_icp
+from msa_icp.replay.engine import Engine, Step
+from msa_icp.replay.errors import UsageError
+from msa_icp.replay.options import ReplayOptions
+from msa_icp.replay.plan import k_bytes, make_plan
+from msa_icp.replay.synth import prefix_chain
+from msa_icp.replay.trace import HASH_TOKENS, Request
+
+
+class Shadow:
+    """A cache that holds, instead of keys, the name of each token: what a rank writes, seen from outside."""
+
+    def __init__(self, requests: list[Request], options: ReplayOptions, pages: int) -> None:
+        self.requests, self.options, self.pages = requests, options, pages
+        self.chains = [prefix_chain(request.hash_ids) for request in requests]
+        self.memory: dict[tuple[int, int], tuple] = {}
+        self.table: dict[int, list[int]] = {}
+
+    def name(self, request: int, position: int) -> tuple:
+        """Same prefix, same name; decoded tokens are the request's own."""
+        if position < self.requests[request].prompt_tokens:
+            return "prompt", self.chains[request][position // HASH_TOKENS], position
+        return "decoded", request, position
+
+    def write(self, row: int, request: int, positions: range) -> None:
+        size = self.options.page_size
+        for position in positions:
+            page = self.table[row][position // size]
+            assert 0 <= page < self.pages
+            self.memory[page, position % size] = self.name(request, position)
+
+    def run(self, step: Step) -> None:
+        for admission in step.admitted:
+            self.table[admission.row] = list(admission.pages)
+        for row, column, page in step.grown:
+            assert column == len(self.table[row])
+            self.table[row].append(page)
+        for admission in step.admitted:
+            for start, stop in admission.spans:
+                self.write(admission.row, admission.request, range(start, stop))
+        for row in step.rows:
+            new = range(row.seq_len - self.options.query_len, row.seq_len)
+            self.write(row.row, row.request, new)
+        for row in step.rows:
+            self.check(row.row, row.request, row.seq_len)
+
+    def check(self, row: int, request: int, seq_len: int) -> None:
+        size = self.options.page_size
+        assert len(self.table[row]) == -(-seq_len // size)
+        for position in range(seq_len):
+            page = self.table[row][position // size]
+            assert self.memory[page, position % size] == self.name(request, position)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> list[Request]:
+    """Requests whose hash ids come from so few that prefixes are often shared."""
+    requests = []
+    for index in range(draw(st.integers(1, 7))):
+        prompt = draw(st.integers(1, 1600))
+        ids = tuple(draw(st.integers(0, 1)) for _ in range(-(-prompt // HASH_TOKENS)))
+        arrival = draw(st.sampled_from([0.0, 0.01, 0.05, 3.0]))
+        requests.append(Request(index, arrival, prompt, draw(st.integers(0, 140)), ids))
+    return sorted(requests, key=lambda request: (request.arrival, request.index))
+
+
+@settings(max_examples=25)
+@given(
+    requests=traces(),
+    page_size=st.sampled_from([128, 256]),
+    query_len=st.integers(1, 8),
+    max_batch=st.integers(1, 4),
+    tight=st.booleans(),
+)
+def test_every_step_finds_its_context_in_its_pages(requests, page_size, query_len, max_batch, tight):
+    longest = max(r.prompt_tokens + r.output_tokens for r in requests) + 8
+    options = ReplayOptions(
+        page_size=page_size,
+        query_len=query_len,
+        max_batch=max_batch,
+        cache_tokens=longest + page_size if tight else None,
+    )
+    plan = make_plan(requests, options)
+    shadow = Shadow(requests, options, plan.pages)
+    engine = Engine(requests, options, plan.pages)
+    decoded: Counter[int] = Counter()
+    entered: list[int] = []
+    clock = -1.0
+    for number, step in enumerate(engine.steps()):
+        assert step.number == number
+        assert step.clock > clock
+        clock = step.clock
+        assert 1 <= len(step.rows) <= max_batch
+        assert len({row.row for row in step.rows}) == len(step.rows)
+        assert all(requests[admission.request].arrival <= step.clock for admission in step.admitted)
+        entered += [admission.request for admission in step.admitted]
+        decoded.update(row.request for row in step.rows)
+        shadow.run(step)
+    assert entered == list(range(len(requests))), "first come, first served"
+    for request, steps in decoded.items():
+        assert steps == max(1, -(-requests[request].output_tokens // query_len))
+    counts = engine.counts
+    assert counts.admitted == counts.finished == len(requests)
+    assert counts.prompt_pages == sum(-(-r.prompt_tokens // page_size) for r in requests)
+    assert [len(row) for row in plan.walk.contexts] == [max_batch] * len(plan.walk.contexts)
+
+
+def test_requests_with_the_same_prefix_have_the_same_pages(tmp_path):
+    plan = small_plan(tmp_path, max_batch=8)
+    first = next(Engine(plan.requests, plan.options, plan.pages).steps())
+    one, other = (admission.pages for admission in first.admitted)
+    assert one[:4] == other[:4], "hash id 0: 512 tokens, four pages"
+    assert not set(one[4:]) & set(other[4:])
+    assert first.admitted[1].spans == [(512, 2300)], "what is shared is not written again"
+    assert one != sorted(one), "physical pages are in no order"
+
+
+def test_an_idle_engine_jumps_to_the_next_arrival(tmp_path):
+    plan = small_plan(tmp_path)
+    clocks = [step.clock for step in Engine(plan.requests, plan.options, plan.pages).steps()]
+    assert 9.0 in clocks
+    assert max(after - before for before, after in itertools.pairwise(clocks)) > 8
+
+
+def test_the_schedule_does_not_depend_on_the_page_size(tmp_path):
+    small, large = (small_plan(tmp_path, page_size=size) for size in (128, 256))
+    assert small.walk == large.walk
+
+
+def test_a_tight_cache_gives_up_prefixes_and_lets_requests_wait(tmp_path):
+    plan = small_plan(tmp_path, cache_tokens=2700)
+    engine = Engine(plan.requests, plan.options, plan.pages)
+    steps = list(engine.steps())
+    assert engine.counts.reused_pages > 0
+    assert engine.counts.finished == len(CONVERSATION)
+    assert len(steps) > len(list(Engine(plan.requests, plan.options, 1000).steps()))
+
+
+def test_requests_that_are_too_long_are_passed_over(tmp_path):
+    plan = small_plan(tmp_path, max_context=1200, requests=3)
+    assert [request.index for request in plan.requests] == [0, 2, 3]
+    assert plan.skipped == 1
+    with pytest.raises(UsageError, match=r"no request of the trace fits --max-context 100: .* 212 tokens"):
+        small_plan(tmp_path, max_context=100)
+
+
+@pytest.mark.parametrize(("world_size", "page_size"), [(2, 128), (4, 128), (2, 256), (4, 256)])
+def test_ranks_together_read_what_a_replicated_indexer_reads(tmp_path, world_size, page_size):
+    plan = small_plan(tmp_path, world_size=world_size, page_size=page_size, decode_steps=1)
+    pages = sum(-(-context // page_size) for context in (1101, 2301, 0))
+    assert k_bytes(plan, 1) == [pages * page_size * 128 * plan.options.sparse_layers / world_size]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("world_size", 3, "--world-size must be 2 or 4, was 3"),
+        ("page_size", 64, "--page-size must be 128 or 256, was 64"),
+        ("query_len", 9, "--query-len must be from 1 to 8, was 9"),
+        ("sparse_layers", 0, "--sparse-layers must be from 1 to 1024, was 0"),
+        ("max_context", 2**20 + 1, "--max-context must be from 1 to 1048576, was 1048577"),
+        ("decode_steps", 0, "--decode-steps must be from 1 to 2147483647, was 0"),
+        ("requests", -1, "--requests must be from 1 to 2147483647, was -1"),
+        ("step_ms", float("nan"), "--step-ms must be more than 0 and at most 1000000, was nan"),
+        ("check_rows", 3, "--check-rows must be from 4 to 2147483647, was 3"),
+        ("init_blocks", 16, "--init-blocks + --local-blocks must be from 0 to 16, was 17"),
+        ("cache_tokens", 2000, "--cache-tokens must be at least 2635 for the longest request, was 2000"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_named(tmp_path, option, value, sentence):
+    with pytest.raises(UsageError) as caught:
+        small_plan(tmp_path, **{option: value})
+    assert str(caught.value) == sentence
+
+
+def test_a_backend_that_is_not_there_is_refused_with_the_reason(tmp_path, monkeypatch):
+    reasons = {"torch": None, "abacus": "it is for beads"}
+    monkeypatch.setattr(msa_icp, "backends", lambda device: reasons)
+    with pytest.raises(UsageError, match="must be one of cake, auto, torch, abacus, was cuda9"):
+        small_plan(tmp_path, backend="cuda9")
+    with pytest.raises(UsageError, match="--backend abacus does not serve the CPU: it is for beads"):
+        small_plan(tmp_path, backend="abacus")
+    assert small_plan(tmp_path, backend="auto").backend == "torch"

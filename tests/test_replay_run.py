@@ -1,0 +1,185 @@
+"""Replays in one process: the same selections whatever the layout, and every difference is found."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+from replay_cases import CONVERSATION, small_plan
+
+import msa_icp
+from msa_icp.replay import engine, report
+from msa_icp.replay import rank as rank_module
+from msa_icp.replay.run import Outcome, replay
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory) -> Outcome:
+    """What all other replays are compared with: W = 4, P = 128, tagged, every row checked."""
+    return replay(small_plan(tmp_path_factory.mktemp("trace"), check_every=1, check_rows=10**6))
+
+
+def test_every_row_of_every_layer_is_checked_and_right(outcome):
+    tokens = sum(output for _, _, output, _ in CONVERSATION)
+    assert outcome.tokens == tokens
+    assert outcome.rows_checked == tokens * 4 * 2
+    assert outcome.rows_wrong == 0
+    assert outcome.first_wrong is None
+    assert not outcome.interrupted
+    assert outcome.counts.finished == len(CONVERSATION)
+    assert outcome.counts.shared_pages > 0
+
+
+@pytest.mark.parametrize("options", [
+    {"world_size": 2},
+    {"page_size": 256},
+    {"world_size": 2, "page_size": 256, "tagged": False},
+    {"tagged": False},
+    {"max_batch": 2},
+    {"max_batch": 7, "cache_tokens": 4000, "step_ms": 5.0},
+])  # fmt: skip
+def test_selections_depend_neither_on_layout_nor_form_nor_batch(tmp_path, outcome, options):
+    other = replay(small_plan(tmp_path, check_every=4, **options))
+    assert other.rows_wrong == 0
+    assert other.rows_checked > 0
+    assert other.digest == outcome.digest
+
+
+@pytest.mark.parametrize("options", [
+    {"seed": 1},
+    {"decode_steps": 3},
+    {"init_blocks": 2},
+])  # fmt: skip
+def test_the_digest_tells_different_selections_apart(tmp_path, outcome, options):
+    assert replay(small_plan(tmp_path, **options)).digest != outcome.digest
+
+
+def test_whole_queries_of_several_tokens(tmp_path):
+    plans = [small_plan(tmp_path, query_len=3, world_size=w, check_rows=10**6) for w in (2, 4)]
+    one, other = (replay(plan) for plan in plans)
+    assert one.digest == other.digest
+    assert one.rows_wrong == other.rows_wrong == 0
+    assert one.rows_checked == other.rows_checked > 0
+    assert one.tokens == sum(-(-output // 3) * 3 for _, _, output, _ in CONVERSATION)
+
+
+def test_checks_are_as_many_as_asked_for_and_reach_every_request(tmp_path, monkeypatch):
+    seen = set()
+
+    class Recorder(rank_module.Checker):
+        def _check(self, step, place, layer, tokens, merged):
+            seen.add((step.rows[place].request, layer))
+            super()._check(step, place, layer, tokens, merged)
+
+    monkeypatch.setattr(rank_module, "Checker", Recorder)
+    outcome = replay(small_plan(tmp_path, check_every=1, check_rows=8))
+    assert outcome.rows_checked == 8 * outcome.steps
+    assert seen == {(request, layer) for request in range(len(CONVERSATION)) for layer in range(2)}
+    assert replay(small_plan(tmp_path, check_every=0)).rows_checked == 0
+
+
+def test_a_wrong_selection_is_counted_and_the_first_one_shown(tmp_path, monkeypatch):
+    merge, calls = msa_icp.msa_icp_merge_candidates, []
+
+    def wrong_once(recv_slot, num_valid, output, errors, **kwargs):
+        merge(recv_slot, num_valid, output, errors, **kwargs)
+        calls.append(None)
+        if len(calls) == 4 * 2 * 4 + 6:  # step 4, layer 1, rank 1
+            output[4 - 4, 0, 3] += 1
+
+    monkeypatch.setattr(msa_icp, "msa_icp_merge_candidates", wrong_once)
+    outcome = replay(small_plan(tmp_path, check_every=1, check_rows=10**6))
+    assert outcome.rows_wrong == 1
+    wrong = outcome.first_wrong
+    assert wrong is not None
+    assert (wrong.step, wrong.layer, wrong.head, wrong.request) == (4, 1, 1, 0)
+    assert wrong.position == 1100 + 4
+    assert wrong.got != wrong.expected
+    assert str(wrong).startswith("step 4, request 0, position 1104, layer 1, head 1: expected [0, ")
+
+
+def test_a_key_of_another_prefix_is_found(tmp_path, monkeypatch):
+    """The reference takes its keys from the prefix: a page wrongly shared is a wrong selection."""
+    keys = engine.prefix_keys
+    monkeypatch.setattr(
+        engine,
+        "prefix_keys",
+        lambda request, size: [
+            (request.hash_ids[column * size // 512] % 2, column) for _, column in keys(request, size)
+        ],
+    )
+    assert replay(small_plan(tmp_path, check_rows=10**6)).rows_wrong > 0
+
+
+def test_ctrl_c_ends_after_the_step_at_hand_and_keeps_what_was_done(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def interrupt(progress):
+        seen.append(progress.steps)
+        if progress.steps == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    outcome = replay(small_plan(tmp_path), interrupt)
+    assert outcome.interrupted
+    assert outcome.steps == 5 == seen[-1]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_the_second_ctrl_c_ends_at_once(tmp_path):
+    def interrupt(progress):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        replay(small_plan(tmp_path), interrupt)
+
+
+def test_a_peer_that_does_not_publish_is_named(tmp_path, monkeypatch):
+    publish = msa_icp.msa_icp_topk_select_publish
+
+    def all_but_rank_2(*args, **kwargs):
+        if kwargs["rank"] != 2:
+            publish(*args, **kwargs)
+
+    monkeypatch.setattr(msa_icp, "msa_icp_topk_select_publish", all_but_rank_2)
+    monkeypatch.setattr(rank_module, "SPIN_LIMIT", 100)
+    with pytest.raises(msa_icp.IcpTimeoutError, match="rank 2 did not come"):
+        replay(small_plan(tmp_path))
+
+
+def test_the_report_holds_the_numbers_and_two_pictures(tmp_path, outcome):
+    report.prepare_folder(tmp_path / "a" / "report")
+    report.write_report(outcome, tmp_path / "trace.jsonl", tmp_path / "a" / "report")
+    summary = json.loads((tmp_path / "a" / "report" / "summary.json").read_text())
+    assert summary["world_size"] == 4
+    assert summary["page_size"] == 128
+    assert summary["requests"] == len(CONVERSATION)
+    assert summary["decode_steps"] == summary["decode_steps_planned"] == outcome.steps
+    assert summary["rows_checked"] == outcome.rows_checked
+    assert summary["rows_wrong"] == 0
+    assert summary["replicated_k_bytes"] == 4 * summary["k_bytes_per_rank"] > 0
+    assert summary["seconds"] > 0
+    assert summary["backend"] == "torch"
+    assert summary["row_form"] == "tagged"
+    assert summary["selection_digest"] == outcome.digest
+    assert summary["interrupted"] is False
+    assert summary["versions"]["torch"] == torch.__version__
+    for picture in ("selection.png", "bytes.png"):
+        data = (tmp_path / "a" / "report" / picture).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert len(data) > 20_000
+
+
+def test_a_replay_that_was_ended_before_its_first_step_has_a_report_too(tmp_path):
+    plan = small_plan(tmp_path, max_batch=2)
+    ranks = [
+        rank_module.RankResult(rank, rank_module.Progress(0, 0, 0), 0, 0, None, 0, {}, [])
+        for rank in range(4)
+    ]
+    ended = Outcome(plan, ranks, engine.Counts(0, 0, 0, 0, 0), 0.5, True)
+    report.write_report(ended, tmp_path / "trace.jsonl", tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["decode_steps"] == 0
+    assert report.table(ended, tmp_path / "trace.jsonl").row_count > 5
