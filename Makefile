@@ -29,6 +29,12 @@ demo: $(VENV)/demo.installed  ## replay the sample trace over four ranks, about 
 test: $(VENV)/dev.installed  ## everything that runs without a GPU
 	$(VENV)/bin/python -m pytest
 
+test-gpu:  ## the same tests on the accelerator, with the python at hand and nothing installed
+	PYTHONPATH=src $(PYTHON) -m pytest
+
+bench:  ## the decode scorer against the plain read, with the python at hand
+	PYTHONPATH=src $(PYTHON) benchmarks/decode_score.py --name local --out bench-results
+
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -38,4 +44,4 @@ mutants: $(VENV)/dev.installed  ## planted faults, each of which must make the s
 	$(VENV)/bin/python tests/mutants.py
 
 clean:
-	rm -rf $(VENV) demo-report build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-report bench-results build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -93,6 +93,9 @@ def replay(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="All ranks in this process, not each in its own.")
     ] = False,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda for virtual ranks on one card (with --in-process).")
+    ] = _DEFAULT.device,
     report: Report = None,
 ) -> int:
     """Replay a serving trace over ranks that each hold their share of the index keys.
@@ -118,6 +121,7 @@ def replay(
         local_blocks=local_blocks,
         seed=seed,
         in_process=in_process,
+        device=device,
     )
     return terminal.replay_trace(trace, options, report)
 

@@ -81,7 +81,7 @@ class ReceiveStorage:
         self._group = group
         self._words = words
         self._peers = tuple(peers)  # keeps the peers' memory mapped
-        self._in_flight: dict[int, object] = {}
+        self._in_flight: dict[int, tuple[object, torch.cuda.Event | None]] = {}  # user, and when it is done
         self._next_slot = 0
         self._lock = threading.Lock()
         tagged_offset = layout["tagged_offset_bytes"]
@@ -114,7 +114,7 @@ class ReceiveStorage:
             group: a group of 2 or 4 ranks whose backend moves Python objects on the CPU (gloo).
             capacity: the most tokens of one call.
             heads_per_rank: 4 / ranks, the default.
-            device: "cpu".
+            device: "cpu": shared memory is what the processes of a CPU have in common.
 
         Raises:
             ValueError: a size is out of range or differs between ranks, or no storage exists for the device.
@@ -124,7 +124,8 @@ class ReceiveStorage:
             raise RuntimeError("group: torch.distributed is not initialised; call init_process_group first")
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         world, heads, rows = _sizes(world_size, heads_per_rank, capacity)
-        _refuse_device(torch.device(device))
+        if torch.device(device).type != "cpu":
+            checks.refuse("device", "cpu, the only one with a storage for several processes so far", device)
         need = geometry.comm_layout(world, heads, rows)["storage_words"] * 4
         with shared_memory.rendezvous(need, _Exchange(group), what=f"capacity={rows}") as blocks:
             words = [block.map(torch.int32) for block in blocks]
@@ -148,11 +149,13 @@ class ReceiveStorage:
     ) -> LocalGroup:
         """The storages of `world_size` ranks that live in this process (tests, simulation).
 
-        Args and errors as for `create`. In one thread, let every rank publish before the first merges.
+        Args and errors as for `create`, and `device` may be a CUDA one: the ranks are then virtual ranks of
+        one card. In one thread or on one stream, let every rank publish before the first merges.
         """
         world, heads, rows = _sizes(world_size, heads_per_rank, capacity)
         where = torch.device(device)
-        _refuse_device(where)
+        if where.type not in ("cpu", "cuda"):
+            checks.refuse("device", "cpu or cuda", device)
         count = geometry.comm_layout(world, heads, rows)["storage_words"]
         words = [torch.zeros(count, dtype=torch.int32, device=where) for _ in range(world)]
         return LocalGroup(
@@ -180,30 +183,39 @@ class ReceiveStorage:
 
         Args:
             slot: a particular slot set; None: the next of the rotation.
-            stream: who uses it; on the CPU the calling thread, the default.
+            stream: who uses it; by default the current CUDA stream, on the CPU the calling thread. On
+                CUDA a slot set is in flight until its last kernel has run.
 
         Raises:
             RuntimeError: the slot set is in flight on another stream. Two streams on one slot set
                 wait for each other's rows; nothing has been launched.
         """
-        user = stream if stream is not None else threading.get_ident()
+        user = self._stream() if stream is None else stream
         with self._lock:
             chosen = (
                 self._next_slot if slot is None else checks.integer("slot", slot, 0, geometry.SLOT_SETS - 1)
             )
-            holder = self._in_flight.get(chosen)
-            if holder is not None:
+            holder, done = self._in_flight.get(chosen, (user, None))
+            idle = done is not None and (holder == user or done.query())
+            if chosen in self._in_flight and not idle:
                 raise RuntimeError(
                     f"slot: slot set {chosen} is in flight on stream {holder}, stream {user} cannot use it; "
                     "merge there first, or give every stream a receive storage of its own"
                 )
-            self._in_flight[chosen] = user
+            self._in_flight[chosen] = (user, None)
             self._next_slot = (chosen + 1) % geometry.SLOT_SETS
         try:
             yield chosen
         finally:
             with self._lock:
                 self._in_flight.pop(chosen, None)
+                if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                    self._in_flight[chosen] = (user, torch.cuda.current_stream(self.device).record_event())
+
+    def _stream(self) -> object:
+        if self.device.type == "cuda":
+            return torch.cuda.current_stream(self.device).cuda_stream
+        return threading.get_ident()
 
     def check(self) -> None:
         """Raise `IcpTimeoutError` if a wait on this storage has failed since the last reset.
@@ -290,8 +302,3 @@ def _sizes(world_size: int, heads_per_rank: int | None, capacity: int) -> tuple[
     world = checks.one_of("world_size", world_size, geometry.WORLD_SIZES)
     heads = geometry.NUM_HEADS // world if heads_per_rank is None else heads_per_rank
     return checks.group_shape(world, heads, capacity)
-
-
-def _refuse_device(device: torch.device) -> None:
-    if device.type != "cpu":
-        checks.refuse("device", "cpu, the only device with a receive storage so far", device)

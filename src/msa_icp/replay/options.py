@@ -10,6 +10,8 @@ from .errors import UsageError
 BATCH_MULTIPLE = 4
 """Batches are padded with empty rows to a multiple of this, as batches of captured graphs are."""
 
+DEVICES = ("cpu", "cuda")
+
 MAX_CONTEXT = MAX_BLOCKS * BLOCK
 
 
@@ -35,6 +37,7 @@ class ReplayOptions:
     local_blocks: int = 1
     seed: int = 0
     in_process: bool = False
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         _one_of("--world-size", self.world_size, WORLD_SIZES)
@@ -46,6 +49,10 @@ class ReplayOptions:
         _within("--check-every", self.check_every, 0, 2**31 - 1)
         _within("--check-rows", self.check_rows, NUM_HEADS, 2**31 - 1)
         _within("--seed", self.seed, 0, 2**31 - 1)
+        if self.device not in DEVICES:
+            raise UsageError(f"--device must be {' or '.join(DEVICES)}, was {self.device}")
+        if self.device != "cpu" and not self.in_process:
+            raise UsageError(f"--device {self.device} has virtual ranks on one card so far: add --in-process")
         for name, count in self._optional_counts():
             if count is not None:
                 _within(name, count, 1, 2**31 - 1)

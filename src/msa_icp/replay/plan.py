@@ -40,7 +40,7 @@ class Plan:
     @property
     def backend(self) -> str:
         """Name of the backend that the ranks run on."""
-        return resolve_backend(self.options.backend)
+        return resolve_backend(self.options)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Walk:
 
 def make_plan(trace: Sequence[Request], options: ReplayOptions) -> Plan:
     """Choose requests and pages. Raises UsageError where the replay cannot start."""
-    resolve_backend(options.backend)
+    resolve_backend(options)
     requests: list[Request] = []
     skipped = 0
     for request in trace:
@@ -90,15 +90,18 @@ def _pages(options: ReplayOptions, finals: list[int]) -> int:
     return options.cache_tokens // options.page_size
 
 
-def resolve_backend(backend: str) -> str:
-    """The backend that serves the CPU under this name. Raises UsageError with the reason."""
-    reasons = msa_icp.backends("cpu")
+def resolve_backend(options: ReplayOptions) -> str:
+    """The name of the backend that a replay runs on. Raises UsageError with the reason why it cannot."""
+    backend, device = options.backend, options.device
+    reasons = msa_icp.backends(device)
     if backend in AUTOMATIC:
-        return next(name for name, reason in reasons.items() if reason is None)
+        backend = next((name for name, reason in reasons.items() if reason is None), "torch")
     if backend not in reasons:
         raise UsageError(f"--backend must be one of {', '.join([*AUTOMATIC, *reasons])}, was {backend}")
     if reasons[backend] is not None:
-        raise UsageError(f"--backend {backend} does not serve the CPU: {reasons[backend]}")
+        raise UsageError(f"--backend {backend} does not serve --device {device}: {reasons[backend]}")
+    if backend == "torch" and device != "cpu":
+        raise UsageError(f"--backend torch exchanges rows on a CPU only: it cannot replay on {device}")
     return backend
 
 

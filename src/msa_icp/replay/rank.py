@@ -86,18 +86,23 @@ class Rank:
         first_head = storage.rank * storage.heads_per_rank
         self._checker = Checker(options, synth, range(first_head, first_head + storage.heads_per_rank))
         columns = msa_icp.msa_icp_decode_score_columns(plan.longest, options.page_size)
+        self._device = storage.device
         # A page holds NaN until it is written, and a table row anything behind its last page: neither may
         # reach a score.
         self._index_k = [
-            torch.full((plan.pages, self._layout.rows, HEAD_DIM), _NAN_BYTE, dtype=torch.uint8).view(
-                torch.float8_e4m3fn
-            )
+            torch.full(
+                (plan.pages, self._layout.rows, HEAD_DIM), _NAN_BYTE, dtype=torch.uint8, device=self._device
+            ).view(torch.float8_e4m3fn)
             for _ in range(options.sparse_layers)
         ]
-        self._table = torch.full((options.batch_rows, columns), 2**31 - 1, dtype=torch.int32)
-        self._scores = torch.empty(options.capacity, NUM_HEADS, columns)
-        self._outputs = torch.empty(
-            options.sparse_layers, options.capacity, storage.heads_per_rank, TOP_K, dtype=torch.int32
+        self._table = torch.full(
+            (options.batch_rows, columns), 2**31 - 1, dtype=torch.int32, device=self._device
+        )
+        self._scores = torch.empty(options.capacity, NUM_HEADS, columns, device=self._device)
+        self._merged = torch.empty(
+            (options.sparse_layers, options.capacity, storage.heads_per_rank, TOP_K),
+            dtype=torch.int32,
+            device=self._device,
         )
         self._steps = self._tokens = self._k_bytes = self._digest = 0
         self._phases: dict[str, float] = defaultdict(float)
@@ -109,13 +114,13 @@ class Rank:
         """Follow the schedule: update the block table, write the keys of admitted prompts."""
         for admission in step.admitted:
             self._table[admission.row, : len(admission.pages)] = torch.tensor(
-                admission.pages, dtype=torch.int32
+                admission.pages, dtype=torch.int32, device=self._device
             )
         for row, column, page in step.grown:
             self._table[row, column] = page
         for admission in step.admitted:
             self._prefill(admission)
-        self._batch = _Batch(step, self._options.query_len)
+        self._batch = _Batch(step, self._options.query_len, self._device)
 
     def publish(self, layer: int, slot: int) -> None:
         """Write the new tokens' keys, score this rank's shard, send its Top16 rows to their owners."""
@@ -130,7 +135,7 @@ class Rank:
         scores = self._scores[: batch.tokens]
         with self._phase("scoring"):
             msa_icp.msa_icp_decode_index_score_sharded(
-                queries.view(torch.float8_e4m3fn),
+                queries.view(torch.float8_e4m3fn).to(self._device),
                 self._index_k[layer],
                 table,
                 batch.seq_lens,
@@ -166,7 +171,7 @@ class Rank:
             msa_icp.msa_icp_merge_candidates(
                 (storage.tagged_recv if options.tagged else storage.recv)[slot],
                 self._batch.num_valid,
-                self._outputs[layer, : self._batch.tokens],
+                self._merged[layer, : self._batch.tokens],
                 storage.errors,
                 init_blocks=options.init_blocks,
                 local_blocks=options.local_blocks,
@@ -183,14 +188,15 @@ class Rank:
         self._tokens += len(step.rows) * options.query_len
         columns = sum(self._layout.columns(row.seq_len) for row in step.rows)
         self._k_bytes += columns * self._layout.page_bytes * options.sparse_layers
-        self._add_to_digest()
+        outputs = self._merged.cpu()
+        self._add_to_digest(outputs)
         for row in step.rows:
             if row.request == self._plan.walk.followed:
                 for j in range(options.query_len):
-                    ids = self._outputs[0, row.row * options.query_len + j].tolist()
+                    ids = outputs[0, row.row * options.query_len + j].tolist()
                     self._followed.append((row.seq_len - options.query_len + j, ids))
         with self._phase("checking"):
-            self._checker.check(step, list(self._outputs))
+            self._checker.check(step, list(outputs))
 
     @property
     def progress(self) -> Progress:
@@ -225,17 +231,17 @@ class Rank:
 
     def _write(self, keys: Tensor, position: Tensor, row: Tensor, layer: int) -> None:
         msa_icp.write_index_keys(
-            keys,
-            position.to(torch.int32),
-            row.to(torch.int32),
+            keys.to(self._device),
+            position.to(self._device, torch.int32),
+            row.to(self._device, torch.int32),
             self._table,
             self._index_k[layer],
             **self._shard,
         )
 
-    def _add_to_digest(self) -> None:
+    def _add_to_digest(self, outputs: Tensor) -> None:
         batch, storage = self._batch, self.storage
-        ids = self._outputs[:, batch.token].to(torch.int64)  # [layers, tokens, hpr, 16]
+        ids = outputs[:, batch.token].to(torch.int64)  # [layers, tokens, hpr, 16]
         layers, _, heads, _ = ids.shape
         head = torch.arange(heads) + storage.rank * heads
         place = mix(batch.request * 2**32 + batch.position)[:, None] + head
@@ -253,14 +259,15 @@ class Rank:
 class _Batch:
     """The tensors of a step's batch: `size` rows, padding included; the rest is for the live tokens."""
 
-    def __init__(self, step: Step, query_len: int) -> None:
+    def __init__(self, step: Step, query_len: int, device: torch.device) -> None:
         self.step = step
         rows = [row.row for row in step.rows]
         self.size = -(-(max(rows, default=-1) + 1) // BATCH_MULTIPLE) * BATCH_MULTIPLE
         self.tokens = self.size * query_len
-        self.seq_lens = torch.zeros(self.size, dtype=torch.int32)  # 0: padding
+        seq_lens = torch.zeros(self.size, dtype=torch.int32)  # 0: padding
         lens = torch.tensor([row.seq_len for row in step.rows], dtype=torch.int64)
-        self.seq_lens[rows] = lens.to(torch.int32)
+        seq_lens[rows] = lens.to(torch.int32)
+        self.seq_lens = seq_lens.to(device)
         self.num_valid = msa_icp.num_valid_pages(self.seq_lens, query_len)
         self.request = torch.tensor([row.request for row in step.rows]).repeat_interleave(query_len)
         self.row = torch.tensor(rows, dtype=torch.int64).repeat_interleave(query_len)

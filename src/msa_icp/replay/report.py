@@ -49,6 +49,7 @@ def summary(outcome: Outcome, trace: Path) -> dict[str, Any]:
         "query_len": options.query_len,
         "sparse_layers": options.sparse_layers,
         "backend": outcome.plan.backend,
+        "device": options.device,
         "row_form": "tagged" if options.tagged else "legacy",
         "processes": 1 if options.in_process else options.world_size,
         "max_batch": options.max_batch,
@@ -102,7 +103,7 @@ def table(outcome: Outcome, trace: Path) -> Table:
 def _lines(outcome: Outcome) -> Iterator[tuple[str, str]]:
     options, counts = outcome.plan.options, outcome.counts
     where = "in one process" if options.in_process else "each a process"
-    yield "ranks", f"{options.world_size}, {where}; backend {outcome.plan.backend}"
+    yield "ranks", f"{options.world_size}, {where}; backend {outcome.plan.backend} on {options.device}"
     form = "tagged" if options.tagged else "legacy"
     yield (
         "layout",

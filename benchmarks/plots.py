@@ -1,0 +1,64 @@
+"""Draw the plots of docs/performance.md from the JSON files in `benchmarks/results/`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+COLORS = {"P128W2": "#4477aa", "P128W4": "#ee6677", "P256W2": "#228833", "P256W4": "#ccbb44"}
+
+
+def main() -> None:
+    for path in sorted(RESULTS.glob("decode_score_*.json")):
+        document = json.loads(path.read_text())
+        if any(row["plain_read_us"] is not None for row in document["rows"]):
+            decode_score(document, path.with_suffix(".png"))
+
+
+def decode_score(document: dict[str, Any], to: Path) -> None:
+    """Plain read / ours over the bytes of K: a panel a query length, a colour a layout."""
+    rows = document["rows"]
+    query_lens = sorted({row["query_len"] for row in rows})
+    figure, panels = plt.subplots(
+        1,
+        len(query_lens),
+        figsize=(3.6 * len(query_lens), 3.8),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, query_len in zip(panels[0], query_lens, strict=True):
+        for layout, color in COLORS.items():
+            for ragged, marker in ((False, "o-"), (True, "x")):
+                points = sorted(
+                    (row["bytes"] / 1e6, row["plain_read_us"] / row["us"])
+                    for row in rows
+                    if row["layout"] == layout
+                    and row["query_len"] == query_len
+                    and isinstance(row["keys"], str) == ragged
+                )
+                label = f"{layout}, ragged" if ragged else layout
+                panel.plot(*zip(*points, strict=True), marker, color=color, label=label, markersize=5)
+        panel.axhline(1, color="#888888", linewidth=0.8)
+        panel.set_xscale("log")
+        panel.set_title(f"query length {query_len}", fontsize=10)
+        panel.set_xlabel("MB of K a launch")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("plain read / ours")
+    panels[0][0].set_ylim(bottom=0)
+    panels[0][-1].legend(fontsize=7, loc="lower left")
+    backend = ", ".join(sorted({row["backend"] for row in rows}))
+    figure.suptitle(f"Decode scorer ({backend}), {document['card']}, torch {document['torch']}", fontsize=11)
+    figure.savefig(to, dpi=110)
+    print(f"wrote {to}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The decode scorer (contract, section 4).
+
+A program scores tiles of 128 key rows: 4, 2 or 1 pages of a request, 16 KiB. Keys are the M dimension of
+the matrix product, the request's (token, head) rows the N dimension. Every tile of every layout is the
+same product of the same instructions, so a score's bits depend on its q row and K rows alone.
+
+Many small programs hide the chain seq_lens -> block_table -> keys behind each other; what one program
+does in which order is what makes it short (see `_score_tile`).
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..geometry import (
+    BLOCK,
+    HEAD_DIM,
+    MAX_QUERY_ROWS,
+    NUM_HEADS,
+    PAGE_SIZES,
+    WORLD_SIZES,
+    ShardLayout,
+    ceil_div,
+)
+from .e4m3 import e4m3_to_fp16
+from .launch import BYTES, FLOATS, I32, I64, INTS, Kernel, Target, kernel, target_of
+from .pdl import release_dependents, wait_for_predecessor
+
+HEADS = tl.constexpr(NUM_HEADS)
+DIM = tl.constexpr(HEAD_DIM)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the work is cut. Measured on an H200 (docs/performance.md); any values are right."""
+
+    tile_rows: int = 128
+    threads: int = 128
+    registers: int = 64
+    """Registers a thread may use: 64 let eight programs share a multiprocessor."""
+    wide_registers: int = 128
+    """The same for more query rows than one matrix instruction takes."""
+    programs: int = 16384
+    """Most programs of a launch; with more tiles, a program takes every n-th of its request's."""
+
+    def residents(self, target: Target, wide: bool) -> int:
+        """Programs that start at once, given the 65536 registers of a multiprocessor."""
+        registers = self.wide_registers if wide else self.registers
+        return target.multiprocessors * (65536 // (self.threads * registers))
+
+
+SCHEDULE = Schedule()
+
+
+@triton.jit
+def tile_count(seq_len, columns, first_column, PAGE: tl.constexpr, TILE_PAGES: tl.constexpr):
+    """Tiles that cover the columns to be written: those of the sequence, rounded up to four."""
+    pages = tl.where(seq_len > 0, (seq_len - 1) // PAGE + 1, 0)
+    written = tl.minimum((pages + 3) // 4 * 4 - first_column, columns)
+    return tl.maximum(written + TILE_PAGES - 1, 0) // TILE_PAGES
+
+
+@triton.jit
+def _load_pages(table_row, tile, width, TILE_PAGES: tl.constexpr):
+    """Physical pages of a tile; entries behind the live prefix may be read, but not followed."""
+    column = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
+    return tl.load(table_row + column, mask=column < width, other=-1)
+
+
+@triton.jit
+def _load_keys(index_k, page, readable, page_pitch, row):
+    """uint8 [I, pages, PART, 128]: all of a tile's loads at once, 16 bytes a thread, read once."""
+    offset = tl.multiple_of(page.to(tl.int64) * page_pitch, 16)
+    within = row[:, None, :, None] * DIM + tl.arange(0, DIM)[None, None, None, :]
+    address = tl.multiple_of(index_k + (offset[None, :, None, None] + within), (1, 1, 1, 16))
+    return tl.load(address, mask=readable[None, :, None, None], other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_queries(index_q, first_row, row, rows):
+    """uint8 [N, 128]; zeros where there is no row."""
+    address = index_q + (first_row + row[:, None]) * DIM + tl.arange(0, DIM)[None, :]
+    return tl.load(address, mask=(row < rows)[:, None], other=0)
+
+
+@triton.jit
+def _score_tile(
+    tensors,
+    sizes,
+    request,
+    seq_len,
+    tile,
+    history,
+    last,
+    page,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    E4M3: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+):
+    index_q, index_k, score_out = tensors
+    pages, page_pitch, columns, first_column, query_len, first_key, token_stride, head_stride = sizes
+    # A warp's matrix instructions take 16 rows of every 16 times the warps: with the rows of a page dealt
+    # out in INTERLEAVE parts, a page's maximum stays within as few warps as can be.
+    TILE_PAGES: tl.constexpr = TILE // ROWS
+    PART: tl.constexpr = ROWS // INTERLEAVE
+    row = tl.arange(0, INTERLEAVE)[:, None] * PART + tl.arange(0, PART)[None, :]
+    column = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
+    page_begin = (first_column + column) * PAGE
+    readable = (page >= 0) & (page < pages) & (page_begin < seq_len)
+    query = tl.arange(0, GROUP)
+    queries = HEADS * query_len
+
+    # The compiler passes keys through shared memory right behind their load, which waits for them; so
+    # what is to be in flight beside them must be issued before: the queries, as a rule. Keys go first
+    # where the predecessor still runs: they can be loaded already, the queries it may still write.
+    # Dependents are released with the last loads: earlier, they would take the places of later tiles.
+    if KEYS_FIRST:
+        if history == 0:
+            wait_for_predecessor(DEPENDENT)
+        release_dependents(last, DEPENDENT)
+        keys = _load_keys(index_k, page, readable, page_pitch, row)
+        wait_for_predecessor(DEPENDENT)
+        q = _load_queries(index_q, request * queries, query, queries)
+    else:
+        q = _load_queries(index_q, request * queries, query, queries)
+        release_dependents(last, DEPENDENT)
+        keys = _load_keys(index_k, page, readable, page_pitch, row)
+    if E4M3 != "integer":  # keeps the queries' way through shared memory behind the keys' loads
+        q = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [q], dtype=tl.uint8, is_pure=False, pack=4)
+
+    k = e4m3_to_fp16(keys.reshape(TILE, DIM), E4M3)
+    position = page_begin[None, :, None] + first_key + row[:, None, :] * KEY_STEP
+    for group in tl.static_range(GROUPS):
+        # Groups of one width for every query length: the instruction, so the bits, are the same.
+        query = group * GROUP + tl.arange(0, GROUP)
+        if group > 0:
+            q = _load_queries(index_q, request * queries, query, queries)
+        products = tl.dot(k, tl.trans(e4m3_to_fp16(q, E4M3)), out_dtype=tl.float32)
+        products = products.reshape(INTERLEAVE, TILE_PAGES, PART, GROUP)
+        last_seen = seq_len - query_len + query // HEADS
+        seen = (position[:, :, :, None] <= last_seen[None, None, None, :]) & readable[None, :, None, None]
+        products = tl.where(seen & (products == products), products, float("-inf"))
+        best = tl.max(tl.max(products, axis=0), axis=1) + 0.0  # -0.0 becomes +0.0
+        token = request * query_len + query // HEADS
+        address = score_out + token[None, :] * token_stride + (query % HEADS)[None, :] * head_stride
+        mask = (column < columns)[:, None] & (query < queries)[None, :]
+        tl.store(address + column[:, None], best, mask=mask)
+
+
+def _score(
+    index_q: BYTES,
+    index_k: BYTES,
+    block_table: INTS,
+    seq_lens: INTS,
+    score_out: FLOATS,
+    pages: I32,
+    page_pitch: I64,
+    table_columns: I32,
+    table_stride: I64,
+    columns: I32,
+    first_column: I32,
+    token_stride: I64,
+    head_stride: I64,
+    query_len: I32,
+    first_key: I32,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    E4M3: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    ONE_WAVE: tl.constexpr,
+):
+    TILE_PAGES: tl.constexpr = TILE // ROWS
+    request = tl.program_id(1)
+    tile = tl.program_id(0)
+    tensors = index_q, index_k, score_out
+    sizes = pages, page_pitch, columns, first_column, query_len, first_key, token_stride, head_stride
+    table_row = block_table + request * table_stride + first_column
+    width = table_columns - first_column
+
+    seq_len = tl.load(seq_lens + request)
+    tiles = tile_count(seq_len, columns, first_column, PAGE, TILE_PAGES)
+    if ONE_WAVE:
+        # All programs start at once, each has one tile, and the predecessor still runs.
+        page = _load_pages(table_row, tile, width, TILE_PAGES)
+        history = ((first_column + (tile + 1) * TILE_PAGES) * PAGE <= seq_len - query_len).to(tl.int32)
+        if tile < tiles:
+            _score_tile(
+                tensors, sizes, request, seq_len, tile, history, True, page, PAGE, ROWS, KEY_STEP, GROUPS,
+                GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT, True,
+            )  # fmt: skip
+        wait_for_predecessor(DEPENDENT)
+    else:
+        wait_for_predecessor(DEPENDENT)
+        while tile < tiles:  # no range: the interpreter's takes no tensors from NumPy 2.4 on
+            page = _load_pages(table_row, tile, width, TILE_PAGES)
+            last = tile + tl.num_programs(0) >= tiles
+            _score_tile(
+                tensors, sizes, request, seq_len, tile, 0, last, page, PAGE, ROWS, KEY_STEP, GROUPS, GROUP,
+                TILE, INTERLEAVE, E4M3, DEPENDENT, False,
+            )  # fmt: skip
+            tile += tl.num_programs(0)
+
+
+def _kernel(registers: int) -> Kernel:
+    return kernel(aligned=("index_q", "index_k"), threads=SCHEDULE.threads, registers=registers)(_score)
+
+
+score_kernel = _kernel(SCHEDULE.registers)
+wide_score_kernel = _kernel(SCHEDULE.wide_registers)
+
+
+def variant(
+    layout: ShardLayout, query_len: int, target: Target, dependent: bool, one_wave: bool
+) -> tuple[Kernel, tuple[Any, ...]]:
+    """The kernel and its constants for a layout and a query length."""
+    groups = _groups(query_len, target)
+    tile = _tile_rows(layout)
+    constants = (
+        layout.page_size,
+        layout.rows,
+        layout.world_size if layout.page_size == BLOCK else 1,
+        groups,
+        target.dot_rows,
+        tile,
+        max(1, tile // (SCHEDULE.threads // 2)),
+        target.e4m3,
+        dependent,
+        one_wave,
+    )
+    return (score_kernel if groups == 1 else wide_score_kernel), constants
+
+
+def _groups(query_len: int, target: Target) -> int:
+    return int(ceil_div(NUM_HEADS * query_len, target.dot_rows))
+
+
+def _tile_rows(layout: ShardLayout) -> int:
+    return max(SCHEDULE.tile_rows, layout.rows)
+
+
+def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+    """Every variant that a device may need."""
+    launches = [(False, False)]
+    if target.dependent_launch:
+        launches += [(True, False), (True, True)]
+    for world_size, page_size in product(WORLD_SIZES, PAGE_SIZES):
+        layout = ShardLayout(world_size, 0, page_size)
+        for groups in range(1, _groups(MAX_QUERY_ROWS // NUM_HEADS, target) + 1):
+            for dependent, one_wave in launches:
+                yield variant(layout, groups * target.dot_rows // NUM_HEADS, target, dependent, one_wave)
+
+
+def launch_scores(
+    index_q: Tensor,
+    index_k: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    score_out: Tensor,
+    *,
+    layout: ShardLayout,
+    decode_query_len: int,
+    enable_pdl: bool,
+    first_column: int = 0,
+) -> None:
+    """Score the columns from `first_column` on into the columns of `score_out`."""
+    requests, columns = seq_lens.shape[0], score_out.shape[2]
+    if requests == 0:
+        return
+    target = target_of(index_q.device)
+    tiles = ceil_div(columns * layout.rows, _tile_rows(layout))
+    programs = min(tiles, max(1, SCHEDULE.programs // requests))
+    dependent = enable_pdl and target.dependent_launch
+    residents = SCHEDULE.residents(target, wide=_groups(decode_query_len, target) > 1)
+    one_wave = dependent and programs == tiles and tiles * requests <= residents
+    chosen, constants = variant(layout, decode_query_len, target, dependent, one_wave)
+    chosen(
+        (programs, requests),
+        (
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            score_out,
+            index_k.shape[0],
+            index_k.stride(0),
+            block_table.shape[1],
+            block_table.stride(0),
+            columns,
+            first_column,
+            score_out.stride(0),
+            score_out.stride(1),
+            decode_query_len,
+            layout.key_position(0, 0),
+        ),
+        constants,
+        index_q.device,
+    )
+
+
+def decode_index_score_sharded(
+    index_q: Tensor,
+    index_k: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    score_out: Tensor,
+    *,
+    layout: ShardLayout,
+    decode_query_len: int,
+    enable_pdl: bool,
+) -> None:
+    """Write the scores of this rank's shard; every other element of `score_out` keeps its bits."""
+    launch_scores(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        score_out,
+        layout=layout,
+        decode_query_len=decode_query_len,
+        enable_pdl=enable_pdl,
+    )

@@ -1,0 +1,168 @@
+"""Launching the kernels: what is compiled, what is loaded, and what one launch needs.
+
+A kernel is compiled from the types that its signature declares, never from the arguments of a call: no
+stride, size or address can ask for another compilation. What is loaded is kept here, so that one launch
+is a dictionary look-up and a call into Triton's launcher.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether the kernels run interpreted, on CPU tensors; Triton reads TRITON_INTERPRET at their definition."""
+
+# Types of kernel parameters.
+I32 = tl.int32
+I64 = tl.int64
+BYTES = tl.pointer_type(tl.uint8)
+INTS = tl.pointer_type(tl.int32)
+LONGS = tl.pointer_type(tl.int64)
+FLOATS = tl.pointer_type(tl.float32)
+_TORCH_DTYPES = {
+    tl.uint8: torch.uint8,
+    tl.int32: torch.int32,
+    tl.int64: torch.int64,
+    tl.float32: torch.float32,
+}
+
+_FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the kernels need to know of a device before they are compiled."""
+
+    e4m3: str
+    """How e4m3 becomes fp16: see e4m3.py."""
+    dependent_launch: bool
+    """Whether programmatic dependent launch exists."""
+    dot_rows: int
+    """Fewest query rows that a matrix instruction takes."""
+    multiprocessors: int
+
+    @staticmethod
+    def of_capability(backend: str, capability: int, multiprocessors: int) -> Target:
+        """The target of a CUDA compute capability (times ten), or of an AMD device."""
+        if backend != "cuda":
+            return Target("integer", False, 16, multiprocessors)
+        return Target("hardware" if capability >= 89 else "packed", capability >= 90, 8, multiprocessors)
+
+
+@cache
+def target_of(device: torch.device) -> Target:
+    """The target of a device; the interpreter's is that of a small one."""
+    if INTERPRETED or device.type == "cpu":
+        return Target("integer", False, 8, 1)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return Target.of_capability("hip", 0, properties.multi_processor_count)
+    return Target.of_capability(
+        "cuda", 10 * properties.major + properties.minor, properties.multi_processor_count
+    )
+
+
+class Kernel:
+    """A Triton kernel with its launch options; see `kernel`."""
+
+    def __init__(
+        self, function: Callable[..., None], aligned: Sequence[str], threads: int, registers: int | None
+    ) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        self.types = {p.name: p.annotation for p in parameters if p.annotation is not tl.constexpr}
+        self.constants = [p.name for p in parameters if p.annotation is tl.constexpr]
+        self.aligned = tuple(aligned)
+        plain = [name for name in self.types if name not in aligned]
+        self.function = triton.jit(function, do_not_specialize=plain, do_not_specialize_on_alignment=plain)
+        self.threads = threads
+        self.registers = registers
+        self._loaded: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: tuple[Any, ...],
+        device: torch.device,
+    ) -> None:
+        """Launch on the current stream of `device`; `constants` are what the constexpr parameters are."""
+        if INTERPRETED:
+            self.function[grid](*map(_interpreted, arguments), *constants)
+            return
+        with _current(device):
+            loaded = self._loaded.get((device.index, constants))
+            if loaded is None:
+                loaded = self.load(constants, device)
+            # An address saves the launcher the look into the tensor, and fp8 its way through uint8.
+            words = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+            loaded[(*grid, 1, 1)[:3]](*words, *constants)
+
+    def load(self, constants: tuple[Any, ...], device: torch.device) -> Any:
+        """Compile and load the variant of these constants, where that has not been done."""
+        if INTERPRETED:
+            return None
+        key = (device.index, constants)
+        if key not in self._loaded:
+            with _current(device):
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        f"{self.function.__name__} is not loaded on {device} yet, and nothing can be loaded "
+                        f"while a CUDA graph is captured: call msa_icp.warmup({str(device)!r}) before"
+                    )
+                compiled = self.compile(constants)
+                _ = compiled.run  # what loads the binary
+                self._loaded[key] = compiled
+        return self._loaded[key]
+
+    def compile(self, constants: tuple[Any, ...]) -> Any:
+        """The compiled kernel for Triton's current target, not loaded yet."""
+        values = dict(zip(self.constants, constants, strict=True))
+        samples = [_sample(kind) for kind in self.types.values()]
+        backend = triton.runtime.driver.active.get_current_target().backend
+        return self.function.warmup(*samples, grid=(1,), **values, **self.options(backend, values))
+
+    def options(self, backend: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Triton's options for a variant; loads are issued where the kernel says, so no loop is pipelined."""
+        warp = 32 if backend == "cuda" else 64
+        options: dict[str, Any] = {"num_warps": self.threads // warp, "num_stages": 1}
+        if backend == "cuda":
+            options["maxnreg"] = self.registers
+            options["launch_pdl"] = bool(values.get("DEPENDENT"))
+        return options
+
+
+def kernel(
+    *, threads: int, aligned: Sequence[str] = (), registers: int | None = None
+) -> Callable[[Callable[..., None]], Kernel]:
+    """Make a kernel of a function whose parameters are annotated with the types above or `tl.constexpr`.
+
+    The constants come last. `aligned` names the pointers that are always 16-byte aligned, `registers` is
+    the most that a thread may use.
+    """
+    return lambda function: Kernel(function, aligned, threads, registers)
+
+
+def _sample(kind: Any) -> Any:
+    return _TORCH_DTYPES[kind.element_ty] if isinstance(kind, tl.pointer_type) else 0
+
+
+def _interpreted(argument: Any) -> Any:
+    if isinstance(argument, Tensor) and argument.dtype == _FP8:
+        return argument.view(torch.uint8)
+    return argument
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    if device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
