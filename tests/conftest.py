@@ -1,0 +1,78 @@
+"""What every test file shares: the backends that are here, and the settings of hypothesis.
+
+A test that takes `backend` and `device` runs once for every backend and device of this machine. With
+the mark `exchange` it runs where publish and merge do, with the mark `large` it leaves out
+interpreted kernels.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import hypothesis
+import pytest
+import torch
+
+import msa_icp
+from msa_icp import verify
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SLOW = [
+    (name, device) for device in DEVICES for name in msa_icp.backends(device) if verify.is_slow(name, device)
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "exchange: needs a backend that publishes and merges on the device")
+    config.addinivalue_line("markers", "large: too much for interpreted kernels")
+    for slow, examples in ((False, 60), (True, 3)):
+        hypothesis.settings.register_profile(
+            "slow" if slow else "fast",
+            max_examples=examples,
+            deadline=timedelta(seconds=120) if slow else timedelta(seconds=20),
+            derandomize=True,
+            suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        )
+    hypothesis.settings.load_profile("slow" if SLOW else "fast")
+
+
+def pytest_report_header() -> list[str]:
+    lines = []
+    for device in DEVICES:
+        for name, reason in msa_icp.backends(device).items():
+            lines.append(f"msa-icp {name} on {device}: {'runs' if reason is None else f'left out, {reason}'}")
+    return lines
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize `backend` and `device` over what this machine has (the header says why one is left out).
+
+    What a backend here cannot run is skipped, with the reason.
+    """
+    if "backend" not in metafunc.fixturenames:
+        return
+    exchange = metafunc.definition.get_closest_marker("exchange") is not None
+    large = metafunc.definition.get_closest_marker("large") is not None
+    combinations = []
+    for device in DEVICES:
+        for name, reason in msa_icp.backends(device).items():
+            if reason is not None:
+                continue
+            if exchange:
+                reason = verify.no_exchange(name, device)
+            if reason is None and large and verify.is_slow(name, device):
+                reason = "too much for interpreted kernels"
+            marks = [pytest.mark.skip(reason=f"{name} on {device}: {reason}")] if reason else []
+            combinations.append(pytest.param(name, device, id=f"{name}-{device}", marks=marks))
+    metafunc.parametrize(("backend", "device"), combinations)
+
+
+@pytest.fixture(autouse=True)
+def _keep_torch_as_it_was():
+    """A test that changes a default of torch must not change the next test.
+
+    One thread: the products are so small that a second one only waits, and for long on a busy machine.
+    """
+    torch.set_num_threads(1)
+    yield
+    torch.set_default_dtype(torch.float32)

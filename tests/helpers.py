@@ -1,0 +1,165 @@
+"""Calls with the defaults of a test, and what the storages hold afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import msa_icp
+from msa_icp import cases, reference
+from msa_icp.cases import bits, poisoned
+
+HEADS = 4
+SPIN_LIMIT = 1 << 20
+SHORT_SPIN = 64
+NEG_INF = -(2**23)
+"""Bits of -inf."""
+PARTS = ("recv", "tagged_recv", "publish_generations", "expected_generations", "errors")
+
+
+def words_of(scores: Sequence[float] | Tensor, ids: Sequence[int]) -> list[int]:
+    """The 32 words of a row, written as section 5 of the contract says: scores, ids, padding last."""
+    raw = bits(torch.as_tensor(scores, dtype=torch.float32)).tolist() if len(ids) else []
+    pad = 16 - len(ids)
+    return raw + [NEG_INF] * pad + list(ids) + [-1] * pad
+
+
+def selected_words(
+    row: Tensor, num_valid: int, force: tuple[int, int] = (0, 0), scale: int = 1, offset: int = 0
+) -> list[int]:
+    """The 32 words that publish must store for one score row `[K]`."""
+    row = row.cpu()
+    ids = reference.select(row, num_valid, *force, scale, offset)
+    return words_of(row[[(block - offset) // scale for block in ids]] if ids else [], ids)
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as an int32."""
+    return (word + 2**31) % 2**32 - 2**31
+
+
+def tag(generation: int, words: Sequence[int]) -> list[int]:
+    """The words of a tagged row as int64."""
+    return [(signed(generation) << 32) | (word & 0xFFFFFFFF) for word in words]
+
+
+def assert_failed(errors: Tensor, count: int, slot: int, mask: int, tokens: Sequence[int]) -> None:
+    """The error words after `count` failures, the first of them of one of `tokens`.
+
+    On a CPU that is the lowest one; on a GPU all rows are waited for at once, and any may be first.
+    """
+    words = errors.tolist()
+    assert words[:3] == [count, slot + 1, mask]
+    assert words[3] in (tokens if errors.is_cuda else [min(tokens)])
+
+
+def publish(
+    storage: msa_icp.ReceiveStorage,
+    scores: Tensor,
+    num_valid: Sequence[int] | Tensor,
+    *,
+    backend: str,
+    slot: int = 0,
+    tagged: bool = False,
+    force: tuple[int, int] = (0, 0),
+    scale: int = 1,
+    offset: int = 0,
+    spin_limit: int = SPIN_LIMIT,
+    errors: Tensor | None = None,
+) -> None:
+    """`msa_icp_topk_select_publish` from one rank's storage."""
+    msa_icp.msa_icp_topk_select_publish(
+        scores,
+        torch.as_tensor(num_valid, dtype=torch.int32, device=scores.device),
+        storage.tagged_recv_bases if tagged else storage.recv_bases,
+        storage.errors if errors is None else errors,
+        slot=slot,
+        rank=storage.rank,
+        world_size=storage.world_size,
+        heads_per_rank=storage.heads_per_rank,
+        capacity=storage.capacity,
+        force_begin_blocks=force[0],
+        force_end_blocks=force[1],
+        spin_limit=spin_limit,
+        generations=storage.publish_generations if tagged else None,
+        index_scale=scale,
+        index_offset=offset,
+        backend=backend,
+    )
+
+
+def merge(
+    storage: msa_icp.ReceiveStorage,
+    num_valid: Sequence[int] | Tensor,
+    *,
+    backend: str,
+    slot: int = 0,
+    tagged: bool = False,
+    force: tuple[int, int] = (0, 0),
+    spin_limit: int = SPIN_LIMIT,
+    errors: Tensor | None = None,
+) -> Tensor:
+    """`msa_icp_merge_candidates` into a poisoned output, `[T, hpr, 16]` on the CPU."""
+    num_valid = torch.as_tensor(num_valid, dtype=torch.int32, device=storage.device)
+    output = poisoned((num_valid.shape[0], storage.heads_per_rank, 16), torch.int32, storage.device)
+    msa_icp.msa_icp_merge_candidates(
+        (storage.tagged_recv if tagged else storage.recv)[slot],
+        num_valid,
+        output,
+        storage.errors if errors is None else errors,
+        init_blocks=force[0],
+        local_blocks=force[1],
+        spin_limit=spin_limit,
+        expected_generations=storage.expected_generations[slot] if tagged else None,
+        backend=backend,
+    )
+    return output.cpu()
+
+
+def score(
+    case: cases.DecodeCase, rank: int, backend: str, device: str, out: Tensor | None = None, **changes: object
+) -> Tensor:
+    """`msa_icp_decode_index_score_sharded` of a case into `out`, by default a poisoned buffer."""
+    table, lens, _ = case.metadata(device)
+    if out is None:
+        out = poisoned((case.tokens, HEADS, case.score_columns), torch.float32, device)
+    arguments = {
+        "index_q": case.index_q.to(device),
+        "index_k": case.shard(rank, device),
+        "block_table": table,
+        "seq_lens": lens,
+        "score_out": out,
+        "rank": rank,
+        "world_size": case.world_size,
+        "page_size": case.page_size,
+        "decode_query_len": case.decode_query_len,
+        "max_decode_query_len": 8,
+        "backend": backend,
+    }
+    msa_icp.msa_icp_decode_index_score_sharded(**{**arguments, **changes})
+    return out
+
+
+def snapshot(group: Sequence[msa_icp.ReceiveStorage]) -> list[list[Tensor]]:
+    """Copies of everything that the ranks' storages hold, on the CPU."""
+    return [[t.detach().cpu().clone() for t in (getattr(s, part) for part in PARTS)] for s in group]
+
+
+def assert_same(left: list[list[Tensor]], right: list[list[Tensor]]) -> None:
+    """Two snapshots are equal; else name the rank, the part and where it differs."""
+    for rank, (x, y) in enumerate(zip(left, right, strict=True)):
+        for part, a, b in zip(PARTS, x, y, strict=True):
+            assert torch.equal(a, b), f"rank {rank}: {part} differs at {(a != b).nonzero()[:4].tolist()}"
+
+
+def random_scores(tokens: int, columns: int, seed: int, *, nasty: bool = True) -> Tensor:
+    """float32 `[tokens, 4, columns]`: few distinct values, so ties; and NaN, infinities, both zeros."""
+    gen = cases.generator(seed)
+    scores = torch.randint(-6, 7, (tokens, HEADS, columns), generator=gen).float()
+    if nasty:
+        kinds = torch.randint(0, 12, scores.shape, generator=gen)
+        for kind, value in enumerate((float("nan"), float("-inf"), float("inf"), -0.0)):
+            scores[kinds == kind] = value
+    return scores

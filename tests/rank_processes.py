@@ -1,0 +1,354 @@
+"""Ranks in processes of their own: starting them, what they run, and collecting what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from helpers import HEADS, merge, publish, random_scores
+
+import msa_icp
+from msa_icp import reference, shared_memory
+from msa_icp.verify import padded
+
+TOKENS, COLUMNS, NUM_VALID = 2, 30, [30, 11]
+SHORT = 1 << 19
+"""Polls of a wait that fails: about a second."""
+LONG = 1 << 27
+"""Polls of a wait that must not fail."""
+
+
+# ---------------------------------------------------------------- starting
+
+
+def run_ranks(scenario: Callable[..., Any], world_size: int, folder: Path, *arguments: Any) -> list[Any]:
+    """What `scenario(rank, world_size, folder, *arguments)` returned on every rank; None: it was killed."""
+    start = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(["torch", "torch.distributed", "msa_icp"])
+    ranks = [
+        context.Process(target=_body, args=(scenario, rank, world_size, folder, arguments))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        until = time.monotonic() + 120
+        for process in ranks:
+            process.join(max(0.0, until - time.monotonic()))
+        alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        assert not alive, f"ranks {alive} hang"
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    for error in sorted(folder.glob("error-*")):
+        raise AssertionError(f"{error.name}:\n{error.read_text()}")
+    found = [folder / f"result-{rank}.json" for rank in range(world_size)]
+    for rank, process in enumerate(ranks):
+        assert found[rank].exists() or process.exitcode == -signal.SIGKILL, (
+            f"rank {rank} ended without a word"
+        )
+    return [json.loads(path.read_text()) if path.exists() else None for path in found]
+
+
+def _body(scenario, rank: int, world_size: int, folder: Path, arguments) -> None:
+    torch.set_num_threads(1)
+    try:
+        join(folder / "store", rank, world_size)
+        result = scenario(rank, world_size, folder, *arguments)
+        (folder / f"result-{rank}.json").write_text(json.dumps(result))
+    except BaseException:
+        (folder / f"error-{rank}").write_text(traceback.format_exc())
+    # Not through the teardown of a group that has lost a rank.
+    os._exit(0)
+
+
+def join(store: Path, rank: int, world_size: int) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+
+
+# ---------------------------------------------------------------- a rank's work
+
+
+def step_scores(world_size: int, layer: int) -> list[torch.Tensor]:
+    return [random_scores(TOKENS, COLUMNS, seed=50 * layer + rank) for rank in range(world_size)]
+
+
+def truth(world_size: int, layer: int, rank: int) -> list[list[list[int]]]:
+    """The merged ids of a rank's heads, from the scores of all ranks."""
+    scores = step_scores(world_size, layer)
+    hpr = HEADS // world_size
+    return [
+        [
+            padded(
+                reference.merge(
+                    [
+                        (b, float(mine[t, h, b]))
+                        for mine in scores
+                        for b in reference.select(mine[t, h], NUM_VALID[t], 1, 1)
+                    ],
+                    NUM_VALID[t],
+                    1,
+                    1,
+                )
+            )
+            for h in range(rank * hpr, (rank + 1) * hpr)
+        ]
+        for t in range(TOKENS)
+    ]
+
+
+def put(storage, layer: int, slot: int, tagged: bool, spin_limit: int = LONG) -> None:
+    mine = step_scores(storage.world_size, layer)[storage.rank]
+    publish(
+        storage,
+        mine,
+        NUM_VALID,
+        backend="torch",
+        slot=slot,
+        tagged=tagged,
+        force=(1, 1),
+        spin_limit=spin_limit,
+    )
+
+
+def take(storage, slot: int, tagged: bool, spin_limit: int = LONG) -> list:
+    got = merge(
+        storage, NUM_VALID, backend="torch", slot=slot, tagged=tagged, force=(1, 1), spin_limit=spin_limit
+    )
+    return got.tolist()
+
+
+def run_layers(storage, layers: range, tagged: bool, spin_limit: int = LONG) -> int:
+    """Publish and merge, layer after layer; how many were merged wrong."""
+    wrong = 0
+    for layer in layers:
+        with storage.slot_set() as slot:
+            put(storage, layer, slot, tagged, spin_limit)
+            got = take(storage, slot, tagged, spin_limit)
+        wrong += got != truth(storage.world_size, layer, storage.rank)
+    storage.check()
+    return wrong
+
+
+def mapped() -> int:
+    """How often memory of a receive storage is mapped into this process."""
+    return Path("/proc/self/maps").read_text().count("msa-icp")
+
+
+def open_files() -> int:
+    """Open descriptors of shared blocks of this process."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            count += "msa-icp" in os.readlink(link)
+    return count
+
+
+def attempt(capacity: int, group=None) -> str:
+    """Try to create a storage; the error as text, empty where it worked."""
+    try:
+        msa_icp.ReceiveStorage.create(group, capacity=capacity).close()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# ---------------------------------------------------------------- scenarios
+
+
+def everything_works(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Both forms, a reset, a second storage beside the first, and nothing left when they are closed."""
+    found = {}
+    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+        found["fields"] = [storage.rank, storage.world_size, storage.heads_per_rank, storage.capacity]
+        found["mapped"] = mapped()
+        found["descriptors"] = open_files()
+        found["legacy"] = run_layers(storage, range(12), tagged=False)
+        found["tagged"] = run_layers(storage, range(12, 24), tagged=True)
+        found["distinct"] = len(set(storage.recv_bases.tolist()))
+        storage.reset()
+        found["after reset"] = sum(
+            int(t.any()) for t in (storage.recv, storage.tagged_recv, storage.expected_generations)
+        )
+        dist.barrier()
+        found["legacy again"] = run_layers(storage, range(30, 35), tagged=False)
+        with msa_icp.ReceiveStorage.create(capacity=TOKENS + 3) as second:
+            found["second"] = run_layers(second, range(40, 44), tagged=True)
+            found["first"] = run_layers(storage, range(50, 53), tagged=True)
+    found["left"] = mapped() + open_files()
+    return found
+
+
+def groups_of_two(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Two groups of two ranks each in one job of four."""
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    mine = groups[rank % 2]
+    with msa_icp.ReceiveStorage.create(mine, capacity=TOKENS) as storage:
+        ranks = [storage.rank, dist.get_rank(mine), storage.world_size]
+        wrong = run_layers(storage, range(6), tagged=False)
+        storage.reset()
+        dist.barrier(mine)
+        wrong += run_layers(storage, range(6), tagged=True)
+    return {"ranks": ranks, "wrong": wrong}
+
+
+def a_rank_dies(
+    rank: int, world_size: int, folder: Path, dead: int, tagged: bool, published: bool
+) -> dict[str, Any]:
+    """One rank is killed in layer 4; the others end the step, see the error, and two of them go on."""
+    storage = msa_icp.ReceiveStorage.create(capacity=TOKENS)
+    wrong = run_layers(storage, range(4), tagged)
+    dist.barrier()  # the limit is short: all of them begin layer 4 together
+    if rank == dead:
+        if published:
+            with storage.slot_set() as slot:
+                put(storage, 4, slot, tagged)
+        os.kill(os.getpid(), signal.SIGKILL)
+    seconds, rights = [], []
+    for layer in range(4, 12):
+        began = time.monotonic()
+        with storage.slot_set() as slot:
+            put(storage, layer, slot, tagged, SHORT)
+            got = take(storage, slot, tagged, SHORT)
+        seconds.append(time.monotonic() - began)
+        rights.append(got == truth(world_size, layer, rank))
+    found: dict[str, Any] = {"wrong": wrong, "seconds": seconds, "rights": rights}
+    try:
+        storage.check()
+    except msa_icp.IcpTimeoutError as error:
+        found["error"] = [error.slot, list(error.ranks), error.count, error.token, str(error)]
+    began = time.monotonic()
+    try:
+        storage.reset()
+    except RuntimeError as caught:  # gloo says that the connection is closed
+        found["reset"] = [type(caught).__name__, time.monotonic() - began]
+    storage.close()
+    found["left"] = mapped() + open_files()
+    survivors = [r for r in range(world_size) if r != dead][:2]
+    if world_size == 4 and rank in survivors:
+        dist.destroy_process_group()
+        join(folder / "store-of-two", survivors.index(rank), 2)
+        with msa_icp.ReceiveStorage.create(capacity=TOKENS) as again:
+            found["again"] = run_layers(again, range(8), tagged)
+    return found
+
+
+def a_rank_fails_and_lives(rank: int, world_size: int, folder: Path, tagged: bool) -> dict[str, Any]:
+    """Rank 1 raises before its publish of layer 3; after a collective reset all of them go on."""
+    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+        wrong = run_layers(storage, range(3), tagged)
+        dist.barrier()
+        error = None
+        if rank != 1:
+            with storage.slot_set() as slot:
+                put(storage, 3, slot, tagged, SHORT)
+                take(storage, slot, tagged, SHORT)
+            try:
+                storage.check()
+            except msa_icp.IcpTimeoutError as caught:
+                error = [caught.slot, list(caught.ranks)]
+        storage.reset()
+        wrong += run_layers(storage, range(10, 16), tagged)
+    return {"wrong": wrong, "error": error}
+
+
+def unequal_sizes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    found = {"error": attempt(2 + rank), "left": mapped() + open_files()}
+    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+        found["wrong"] = run_layers(storage, range(3), tagged=False)
+    return found
+
+
+def no_room(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """No memory on all ranks, then on one alone, then one that cannot map its peers'."""
+    found = {}
+    allocate, mapping = shared_memory.SharedBlock.allocate, shared_memory.SharedBlock.map
+    for name, unlucky in (("everybody", (0, 1)), ("one", (1,))):
+        if rank in unlucky:
+            shared_memory.SharedBlock.allocate = staticmethod(_raise_full)
+        found[name] = attempt(TOKENS)
+        shared_memory.SharedBlock.allocate = staticmethod(allocate)
+    if rank == 0:
+        shared_memory.SharedBlock.map = _raise_full
+    found["mapping"] = attempt(TOKENS)
+    shared_memory.SharedBlock.map = mapping
+    found["left"] = mapped() + open_files()
+    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+        found["wrong"] = run_layers(storage, range(3), tagged=False)
+    return found
+
+
+def _raise_full(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def named_files(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Where there is no memfd: temporary files, without a name as soon as all have mapped them."""
+    right = shared_memory.SharedBlock.allocate
+    shared_memory.SharedBlock.allocate = staticmethod(lambda nbytes: right(nbytes, anonymous=False))
+    shared_memory.tempfile.tempdir = str(folder / "tmp")
+    found = {"unequal": attempt(2 + rank)}
+    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+        dist.barrier()  # every rank has given up its name
+        found["names"] = sorted(p.name for p in (folder / "tmp").iterdir())
+        found["mapped"] = mapped()
+        found["legacy"] = run_layers(storage, range(6), tagged=False)
+        found["tagged"] = run_layers(storage, range(6), tagged=True)
+    found["left"] = mapped() + open_files()
+    return found
+
+
+def another_machine(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Ranks of two containers: the paths that they exchange exist on both sides and mean their own memory."""
+    right = shared_memory.SharedBlock.allocate
+
+    def allocate(nbytes: int, **rest: Any) -> Any:
+        block = right(nbytes, **rest)
+        os.dup2(block._fd, 200)
+        block.path = "/proc/self/fd/200"
+        return block
+
+    shared_memory.SharedBlock.allocate = staticmethod(allocate)
+    error = attempt(TOKENS)
+    os.close(200)
+    return {"error": error, "left": mapped() + open_files()}
+
+
+def killed_in_the_rendezvous(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 is gone after it has allocated, before anybody has mapped its memory."""
+    if rank == 1:
+        right = shared_memory.SharedBlock.allocate
+
+        def allocate(*arguments: Any, **rest: Any) -> Any:
+            right(*arguments, **rest)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        shared_memory.SharedBlock.allocate = staticmethod(allocate)
+    began = time.monotonic()
+    try:
+        msa_icp.ReceiveStorage.create(capacity=TOKENS)
+        error = ""
+    except Exception as caught:
+        error = type(caught).__name__
+    return {"error": error, "seconds": time.monotonic() - began, "left": mapped() + open_files()}

@@ -1,0 +1,184 @@
+"""Receive storage of ranks in processes of their own: gloo, and memory that they share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import rank_processes
+import torch
+from rank_processes import run_ranks
+
+import msa_icp
+from msa_icp import shared_memory
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="watches /proc and /dev/shm")
+forms = pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    """No test of this file leaves anything of ours in the places where shared memory has a name."""
+
+    def ours():
+        folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+        return {path for folder in folders if folder.is_dir() for path in folder.glob("*msa*icp*")}
+
+    before = ours()
+    yield
+    assert ours() <= before
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_both_forms_and_a_reset(world_size, tmp_path):
+    for rank, found in enumerate(run_ranks(rank_processes.everything_works, world_size, tmp_path)):
+        assert found == {
+            "fields": [rank, world_size, 4 // world_size, 2],
+            "mapped": world_size,
+            "descriptors": 0,
+            "legacy": 0,
+            "tagged": 0,
+            "distinct": world_size,
+            "after reset": 0,
+            "legacy again": 0,
+            "second": 0,
+            "first": 0,
+            "left": 0,
+        }
+
+
+def test_two_groups_of_two(tmp_path):
+    results = run_ranks(rank_processes.groups_of_two, 4, tmp_path)
+    assert sorted(found["ranks"] for found in results) == [[0, 0, 2], [0, 0, 2], [1, 1, 2], [1, 1, 2]]
+    assert [found["wrong"] for found in results] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dead", "published", "tagged"),
+    [(2, 1, True, False), (2, 0, False, True), (4, 2, False, False), (4, 2, True, True), (4, 3, False, True)],
+)
+def test_a_killed_rank_is_named_within_one_limit(world_size, dead, published, tagged, tmp_path):
+    results = run_ranks(rank_processes.a_rank_dies, world_size, tmp_path, dead, tagged, published)
+    assert results[dead] is None
+    for found in results[:dead] + results[dead + 1 :]:
+        assert found["wrong"] == 0
+        first = 1 if published else 0  # the first layer, after the fourth, that nobody can merge
+        assert found["rights"] == [True] * first + [False] * (8 - first)
+        slot, ranks, count, token, message = found["error"]
+        assert (slot, ranks, token) == ((4 + first) % 3, [dead], 0)
+        assert count >= (8 - first) * 2 * (4 // world_size)
+        assert f"rank {dead} did not come" in message
+        assert found["left"] == 0
+        assert found["reset"][1] < 20  # with a rank gone it raises instead of waiting for it
+        limit, rest = found["seconds"][first], found["seconds"][first + 1 :]
+        assert sum(rest) < max(limit, 0.2), found["seconds"]
+        assert limit < 30
+    again = [found["again"] for found in results if found and "again" in found]
+    assert again == ([0, 0] if world_size == 4 else [])
+
+
+@forms
+def test_a_rank_that_fails_and_lives(tagged, tmp_path):
+    results = run_ranks(rank_processes.a_rank_fails_and_lives, 4, tmp_path, tagged)
+    assert [found["wrong"] for found in results] == [0] * 4
+    assert [found["error"] for found in results] == [[0, [1]], None, [0, [1]], [0, [1]]]
+
+
+def test_unequal_sizes_are_refused_on_every_rank(tmp_path):
+    for found in run_ranks(rank_processes.unequal_sizes, 2, tmp_path):
+        assert re.match(r"ValueError: capacity: must be the same on every rank", found["error"])
+        assert found["left"] == 0
+        assert found["wrong"] == 0
+
+
+def test_no_room_on_one_rank_fails_on_all(tmp_path):
+    for found in run_ranks(rank_processes.no_room, 2, tmp_path):
+        assert "rank 0 cannot allocate" in found["everybody"]
+        assert "rank 1 cannot allocate" in found["everybody"]
+        assert "rank 1 cannot allocate" in found["one"]
+        assert "rank 0" not in found["one"]
+        assert found["mapping"].startswith("RuntimeError: receive storage: ")
+        assert "cannot map" in found["mapping"]
+        assert found["left"] == 0
+        assert found["wrong"] == 0
+
+
+def test_named_files_where_there_is_no_memfd(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    for found in run_ranks(rank_processes.named_files, 2, tmp_path):
+        assert found["unequal"].startswith("ValueError: capacity")
+        assert found["names"] == []
+        assert found["mapped"] == 2
+        assert (found["legacy"], found["tagged"], found["left"]) == (0, 0, 0)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_ranks_that_share_no_memory_are_refused(tmp_path):
+    """In two containers `/proc/7/fd/9` may well be each rank's own memory: the exchange would never meet."""
+    for found in run_ranks(rank_processes.another_machine, 2, tmp_path):
+        assert found["error"].startswith("RuntimeError"), found
+        assert "one machine" in found["error"]
+        assert found["left"] == 0
+
+
+def test_killed_in_the_rendezvous(tmp_path):
+    results = run_ranks(rank_processes.killed_in_the_rendezvous, 2, tmp_path)
+    assert results[1] is None
+    assert results[0]["error"]
+    assert results[0]["seconds"] < 60
+    assert results[0]["left"] == 0
+
+
+# ---------------------------------------------------------------- the blocks themselves
+
+
+@pytest.mark.parametrize("anonymous", [True, False])
+def test_a_block_is_zeros_shared_and_gone(anonymous):
+    block = shared_memory.SharedBlock.allocate(10_000, anonymous=anonymous)
+    mine, theirs = block.map(torch.int32), block.map(torch.int32)
+    assert mine.shape == (2500,)
+    assert not mine.any()
+    mine[2499] = 5
+    assert theirs[2499] == 5
+    block.forget()
+    block.forget()
+    theirs[0] = 6
+    assert mine[0] == 6  # what is mapped stays
+    assert not os.path.exists(block.path) or anonymous
+
+
+@pytest.fixture
+def small_files():
+    """A limit on the size of files, so that a test that goes wrong does not take all memory."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("anonymous", [True, False])
+def test_a_block_that_cannot_grow_leaves_nothing_open(small_files, anonymous):
+    before = len(os.listdir("/proc/self/fd")), set(os.listdir(tempfile.gettempdir()))
+    with pytest.raises(OSError, match=r"File too large|space|memory"):
+        shared_memory.SharedBlock.allocate(128 << 20, anonymous=anonymous)
+    assert len(os.listdir("/proc/self/fd")) == before[0]
+    assert not any(name.startswith("msa-icp") for name in set(os.listdir(tempfile.gettempdir())) - before[1])
+
+
+def test_more_memory_than_the_machine_has_is_refused_before_it_is_taken(small_files):
+    """An anonymous file has no limit of its own: filling it would take the memory of everybody else."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with pytest.raises(OSError, match=r".") as caught:
+        shared_memory.SharedBlock.allocate(total + (1 << 30), anonymous=True)
+    assert caught.value.errno == errno.ENOMEM, caught.value
+
+
+def test_one_process_alone_needs_no_group():
+    with msa_icp.ReceiveStorage.in_process(2, capacity=1) as group:
+        assert len(group) == 2

@@ -1,0 +1,101 @@
+"""Serving engines set a default dtype and a default device; no result may depend on either."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from calls import CALLS, EXCHANGE
+from helpers import assert_same, snapshot
+
+import msa_icp
+from msa_icp import verify
+
+DEFAULTS = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "device": lambda: torch.device("meta"),
+    "inference": lambda: torch.inference_mode(),
+    "deterministic": lambda: deterministic(),
+}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def results(call, returned):
+    """Everything that a call may have written, as bytes; addresses are not results."""
+    tensors = call.tensors() | ({"returned": returned} if isinstance(returned, torch.Tensor) else {})
+    tensors.pop("recv_bases", None)
+    if "errors" in tensors:  # its token is that of whichever row failed first
+        tensors["errors"] = tensors["errors"][:3]
+    return {name: t.detach().cpu().contiguous().view(torch.uint8) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_defaults_change_no_bit(backend, device, name, default):
+    if name.split()[0] in EXCHANGE and (reason := verify.no_exchange(backend, device)):
+        pytest.skip(reason)
+    usual, unusual = CALLS[name](device, backend), CALLS[name](device, backend)
+    expected = usual.function(**usual.arguments)
+    with DEFAULTS[default]():
+        got = unusual.function(**unusual.arguments)
+    if isinstance(expected, (int, dict)):
+        assert got == expected
+    before, after = results(usual, expected), results(unusual, got)
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+    assert_same(snapshot(usual.group), snapshot(unusual.group))
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_storage_and_warmup(backend, device, default):
+    with DEFAULTS[default]():
+        msa_icp.warmup(device, backend)
+        if verify.no_exchange(backend, device):
+            return
+        group = msa_icp.ReceiveStorage.in_process(2, capacity=1, device=device)
+        for storage in group:
+            assert storage.recv.device.type == storage.recv_bases.device.type == torch.device(device).type
+            storage.check()
+        group.reset()
+
+
+def test_inference_mode_and_then_without(backend, device):
+    """What a backend keeps from a call in inference mode must serve a call outside of it."""
+    failures: list[BaseException] = []
+
+    def body():
+        try:
+            for mode in (True, False, True):
+                for name in ("score", "write"):
+                    with torch.inference_mode(mode):
+                        call = CALLS[name](device, backend)
+                        call.function(**call.arguments)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=body)  # scratch memory belongs to a thread, so take a new one
+    thread.start()
+    thread.join()
+    assert not failures, failures[0]

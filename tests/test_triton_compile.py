@@ -1,0 +1,180 @@
+"""The Triton kernels compile for every target, without a GPU, and never twice.
+
+Where TRITON_INTERPRET=1 is set, Triton makes no compilable kernels, so what is tested here runs in
+processes of its own: `python tests/test_triton_compile.py TARGET` compiles for one target.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+CUDA_TARGETS = (80, 89, 90, 100, 120)
+HIP_TARGETS = ("gfx942", "gfx950")
+TARGETS = [str(target) for target in CUDA_TARGETS + HIP_TARGETS]
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    source = Path(__file__).parents[1] / "src"
+    path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, __file__, *arguments],
+        env=dict(os.environ, TRITON_INTERPRET="0", PYTHONPATH=path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def compilations() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All targets at once: most of a compilation waits for another program."""
+    processes = {target: _start(target) for target in TARGETS}
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_for(target: str, compilations: dict[str, subprocess.Popen[str]]) -> None:
+    output, _ = compilations[target].communicate(timeout=280)
+    assert compilations[target].returncode == 0, output
+    assert output.split()[-1] == "compiled"
+
+
+def test_one_compilation_a_variant() -> None:
+    process = _start("count")
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+
+
+# ---------------------------------------------------------------- in the processes
+
+
+def _worth_compiling(constants: dict[str, Any]) -> bool:
+    """Of the scorer, the extremes: the other layouts and widths differ in numbers only."""
+    if "GROUPS" not in constants:
+        return True
+    narrow = constants["GROUPS"] == 1 and constants["ROWS"] == 32
+    wide = constants["GROUPS"] * constants["GROUP"] == 32 and constants["ROWS"] == 128
+    return narrow or wide
+
+
+def compile_for(target: str) -> None:
+    """Compile every kernel for a compute capability (times ten) or an AMD architecture."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import _normalize_ty
+
+    from msa_icp import triton_backend
+    from msa_icp.triton_backend.launch import Target
+
+    merge_candidates = importlib.import_module("msa_icp.triton_backend.merge_candidates")
+    if target.startswith("gfx"):
+        gpu, ours = GPUTarget("hip", target, 64), Target.of_capability("hip", 0, 100)
+    else:
+        gpu, ours = GPUTarget("cuda", int(target), 32), Target.of_capability("cuda", int(target), 100)
+    kernels = set()
+    for kernel, values in chain.from_iterable(variants(ours) for variants in triton_backend.VARIANTS):
+        constants = dict(zip(kernel.constants, values, strict=True))
+        if not _worth_compiling(constants):
+            continue
+        names = kernel.function.arg_names
+        signature = dict.fromkeys(names, "constexpr")
+        signature |= {name: _normalize_ty(kind) for name, kind in kernel.types.items()}
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned}
+        source = ASTSource(kernel.function, signature, constants, aligned)
+        compiled = triton.compile(source, target=gpu, options=kernel.options(gpu.backend, constants))
+        if gpu.backend == "cuda" and kernel in merge_candidates.merge_tagged_kernels.values():
+            # One word a thread, and no second copy of one: else threads could see different rows.
+            assert compiled.asm["ptx"].count("ld.volatile.global.b64") == 1
+        kernels.add(kernel)
+    assert len(kernels) == 8
+    print("compiled")
+
+
+def count_compilations() -> None:
+    """Calls that differ in addresses, strides, batch and values, over stand-ins for compiled kernels."""
+    import torch
+    from calls import publish_call
+    from helpers import random_scores
+
+    from msa_icp import triton_backend
+    from msa_icp.geometry import ShardLayout
+    from msa_icp.triton_backend.launch import Kernel
+
+    compiled: list[tuple[Any, ...]] = []
+    launches: list[tuple[int, ...]] = []
+
+    class Compiled:
+        run = None
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments: launches.append(grid)
+
+    def compile_variant(self: Kernel, constants: tuple[Any, ...]) -> Compiled:
+        compiled.append((self.function.__name__, constants))
+        return Compiled()
+
+    Kernel.compile = compile_variant  # type: ignore[method-assign]
+    torch.cuda.is_current_stream_capturing = lambda: False
+
+    def fp8(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+    layout = ShardLayout(world_size=2, rank=1, page_size=128)
+    for batch, offset, pitch in ((1, 0, 8192), (2, 1, 8208), (16, 2, 1 << 20), (257, 3, 8192)):
+        numbers = torch.zeros(batch + offset, dtype=torch.int32)[offset:]
+        table = torch.zeros((batch, 9 + offset), dtype=torch.int32)[:, offset:]
+        keys = fp8(4 * pitch).as_strided((3, 64, 128), (pitch, 128, 1))
+        scores = torch.empty((batch * 2, 4, 12 + 4 * offset))[:, :, offset : offset + 12]
+        triton_backend.decode_index_score_sharded(
+            fp8(batch * 2, 4, 128),
+            keys,
+            table,
+            numbers,
+            scores,
+            layout=layout,
+            decode_query_len=2,
+            enable_pdl=True,
+        )
+        triton_backend.write_index_keys(fp8(batch, 128), numbers, numbers, table, keys, layout=layout)
+    assert len(launches) == 8
+    assert len(compiled) == 2
+
+    call = publish_call("cpu", "torch")
+    arguments = {name: value for name, value in call.arguments.items() if name != "backend"}
+    for tokens in (1, 2, 6):
+        arguments["scores"] = random_scores(6, 20, seed=0)[6 - tokens :]
+        arguments["num_valid_pages"] = torch.full((6,), 20, dtype=torch.int32)[6 - tokens :]
+        arguments["spin_limit"] = 2**31 - tokens
+        triton_backend.topk_select_publish(**arguments)
+    assert len(launches) == 11
+    assert len(compiled) == 3
+
+    torch.cuda.is_current_stream_capturing = lambda: True
+    triton_backend.topk_select_publish(**arguments)  # it is loaded
+    arguments["generations"] = None  # the legacy rows' kernel is not
+    with pytest.raises(RuntimeError, match="warmup"):
+        triton_backend.topk_select_publish(**arguments)
+    assert len(compiled) == 3
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    if sys.argv[1] == "count":
+        count_compilations()
+    else:
+        compile_for(sys.argv[1])

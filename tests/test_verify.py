@@ -1,0 +1,145 @@
+"""`msa-icp verify`: silent when all is right, loud when a backend is wrong."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+
+import pytest
+import torch
+
+from msa_icp import cases, dispatch, torch_backend, verify
+
+pytest.importorskip("rich")
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """Two small cases on one layout."""
+
+    def batches():
+        yield cases.decode_case("small", 2, 128, seq_lens=(2500, 70, 0), decode_query_len=2)
+        yield cases.nan_keys(cases.decode_case("nan", 2, 128, seq_lens=(2900,)))
+
+    monkeypatch.setattr(verify, "batches", batches)
+
+
+def test_all_equal(few_cases, capsys):
+    assert verify.run("torch", "cpu") == 0
+    out = capsys.readouterr().out
+    assert "all equal" in out
+    assert "small" in out
+    assert "torch" in out
+
+
+def test_none_means_every_backend_that_is_there(few_cases, capsys):
+    assert verify.run(None, "cpu") == 0
+    out = capsys.readouterr().out
+    for name, reason in dispatch.backends("cpu").items():
+        assert (name in out) == (reason is None)
+
+
+def wrong_scores(monkeypatch):
+    right = torch_backend.decode_index_score_sharded
+
+    def wrong(index_q, index_k, block_table, seq_lens, score_out, **rest):
+        right(index_q, index_k, block_table, seq_lens, score_out, **rest)
+        score_out[0, 2, 1] += 0.0625
+
+    monkeypatch.setattr(torch_backend, "decode_index_score_sharded", wrong)
+
+
+def wrong_publish(monkeypatch):
+    right = torch_backend.topk_select_publish
+
+    def wrong(scores, num_valid_pages, *rest, **keywords):
+        right(scores.flip(0), num_valid_pages.flip(0), *rest, **keywords)
+
+    monkeypatch.setattr(torch_backend, "topk_select_publish", wrong)
+
+
+def wrong_merge(monkeypatch):
+    right = torch_backend.merge_candidates
+
+    def wrong(recv_slot, num_valid_pages, output, *rest, **keywords):
+        right(recv_slot, num_valid_pages, output, *rest, **keywords)
+        output[0, 0] = output[0, 1]
+
+    monkeypatch.setattr(torch_backend, "merge_candidates", wrong)
+
+
+def written_too_much(monkeypatch):
+    right = torch_backend.decode_index_score_sharded
+
+    def wrong(index_q, index_k, block_table, seq_lens, score_out, **rest):
+        right(index_q, index_k, block_table, seq_lens, score_out, **rest)
+        score_out[-1, 0, -1] = float("-inf")
+
+    monkeypatch.setattr(torch_backend, "decode_index_score_sharded", wrong)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (wrong_scores, "scores, W=2 P=128 rank 0"),
+        (wrong_publish, "received rows, legacy"),
+        (wrong_merge, "merged, tagged, fused"),
+        (written_too_much, "scores, W=2 P=128 rank 1"),
+    ],
+)
+def test_a_wrong_backend_gives_exit_code_1(few_cases, capsys, monkeypatch, fault, text):
+    fault(monkeypatch)
+    assert verify.run("torch", "cpu") == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert text in out
+    assert "cases differ" in out
+
+
+def test_unknown_backends_and_devices_are_refused():
+    with pytest.raises(ValueError, match="backend: must be one of"):
+        verify.run("numpy", "cpu")
+    with pytest.raises(ValueError, match="no backend serves meta"):
+        verify.run(None, "meta")
+    with pytest.raises(ValueError, match="does not serve meta"):
+        verify.run("torch", "meta")
+
+
+def test_without_rich_it_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def no_rich(name, *rest, **keywords):
+        if name.split(".")[0] == "rich":
+            raise ImportError(name)
+        return real(name, *rest, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", no_rich)
+    with pytest.raises(ImportError, match=r"pip install 'msa-icp\[cli\]'"):
+        verify.run("torch", "cpu")
+
+
+def test_the_bound_of_inexact_scores():
+    """A kernel that adds in FP32 passes; one that drops bits, as an FP8 tensor core does, does not."""
+    case = cases.decode_case(
+        "", 2, 128, seq_lens=(700,), keys=cases.full_range, queries=cases.full_range, seed=4
+    )
+    truth = verify.score_truth(case, 1)
+    written = truth.written & torch.isfinite(truth.canonical)
+    assert (truth.low <= truth.canonical)[written].all()
+    assert (truth.canonical <= truth.high)[written].all()
+    for digits, passes in ((22, True), (7, False)):
+        out = cases.poisoned(truth.canonical.shape, torch.float32)
+        out[truth.written] = truth.canonical[truth.written]
+        mantissa, exponent = torch.frexp(out[written])
+        out[written] = torch.ldexp((mantissa * 2**digits).floor() / 2**digits, exponent)
+        assert bool(verify.score_differences(case, 1, out, bitwise=False).any()) != passes
+        assert verify.score_differences(case, 1, out, bitwise=True).any()
+
+
+def test_every_layout_meets_every_case():
+    names = [(c.world_size, c.page_size, c.name) for c in verify.batches()]
+    assert len(names) == len(set(names))
+    assert {n[:2] for n in names} == set(cases.LAYOUTS)
+    numbers = {name.split()[0] for _, _, name in names}
+    assert {"01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "18", "20"} <= numbers
+    for left, right in itertools.pairwise(cases.LAYOUTS):
+        assert len([n for n in names if n[:2] == left]) == len([n for n in names if n[:2] == right])
