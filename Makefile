@@ -28,9 +28,10 @@ demo: $(VENV)/demo.installed  ## replay the sample trace over four ranks, about 
 
 test: $(VENV)/dev.installed  ## everything that runs without a GPU
 	$(VENV)/bin/python -m pytest
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -k triton-cpu
 
 test-gpu:  ## the same tests on the accelerator, with the python at hand and nothing installed
-	PYTHONPATH=src $(PYTHON) -m pytest
+	PYTHONPATH=src $(PYTHON) -m pytest -k cuda
 
 bench:  ## the decode scorer against the plain read, with the python at hand
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_score.py --name local --out bench-results

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from msa_icp import backends
 from msa_icp.bench import decode_score
+from msa_icp.bench.command import kernel_backends, sizes_up_to
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,9 +39,8 @@ def main() -> None:
     commit = (
         args.commit or subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
     )
-    served = [name for name, reason in backends(device).items() if reason is None]
-    names = args.backend or [name for name in served if device.type == "cpu" or name != "torch"]
-    sizes = [s for s in decode_score.SIZES if s.k_bytes(decode_score.LAYOUTS["P128W4"]) <= args.max_bytes]
+    names = args.backend or kernel_backends(device)
+    sizes = sizes_up_to(args.max_bytes)
     measured = []
     for row in decode_score.rows(device, names, sizes=sizes, layouts=args.layout, query_lens=args.query_len):
         measured.append(row)

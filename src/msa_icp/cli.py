@@ -18,6 +18,7 @@ try:
     import typer
     from rich.console import Console
 
+    from .dispatch import resolve
     from .replay import terminal
     from .replay.errors import ReplayError, UsageError
     from .replay.options import MAX_CONTEXT, ReplayOptions
@@ -165,14 +166,54 @@ def verify(
     """Compare every backend with the reference, on random and nasty cases."""
     from . import verify
 
-    try:
-        torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"--device must be a device of torch, was {device}") from None
+    _device(device)
     try:
         return verify.run(backend, device)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+@app.command()
+def bench(
+    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="One or more; default: the kernels of the device.")
+    ] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="P128W2, P128W4, P256W2 or P256W4, one or more; default: all.")
+    ] = None,
+    query_len: Annotated[list[int] | None, typer.Option(help="1 to 8, one or more; default: 1.")] = None,
+    max_mb: Annotated[
+        float | None, typer.Option(help="Leave out larger launches; default: 100 on a CPU, none on a GPU.")
+    ] = None,
+) -> int:
+    """Time the decode scorer, on a GPU beside the plain read of the same bytes."""
+    from .bench import command
+    from .bench.decode_score import LAYOUTS
+
+    where = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    names = backend or command.kernel_backends(where)
+    try:
+        for name in names:
+            resolve(name, where)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for name in layout or ():
+        if name not in LAYOUTS:
+            raise UsageError(f"--layout must be one of {', '.join(LAYOUTS)}, was {name}")
+    for length in query_len or ():
+        if not 1 <= length <= 8:
+            raise UsageError(f"--query-len must be from 1 to 8, was {length}")
+    largest = max_mb if max_mb is not None else (100 if where.type == "cpu" else 1e6)
+    command.run(where, names, layout or list(LAYOUTS), query_len or [1], largest * 1e6, Console())
+    return 0
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device must be a device of torch, was {name}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
