@@ -186,6 +186,7 @@ def _score(
     INTERLEAVE: tl.constexpr,
     E4M3: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     ONE_WAVE: tl.constexpr,
 ):
     TILE_PAGES: tl.constexpr = TILE // ROWS
@@ -208,6 +209,14 @@ def _score(
                 GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT, True,
             )  # fmt: skip
         wait_for_predecessor(DEPENDENT)
+    elif ONE_TILE:  # apart from the loop, which keeps more in registers than there is room for
+        wait_for_predecessor(DEPENDENT)
+        page = _load_pages(table_row, tile, width, TILE_PAGES)
+        if tile < tiles:
+            _score_tile(
+                tensors, sizes, request, seq_len, tile, 0, True, page, PAGE, ROWS, KEY_STEP, GROUPS,
+                GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT, False,
+            )  # fmt: skip
     else:
         wait_for_predecessor(DEPENDENT)
         while tile < tiles:  # no range: the interpreter's takes no tensors from NumPy 2.4 on
@@ -229,7 +238,7 @@ wide_score_kernel = _kernel(SCHEDULE.wide_registers)
 
 
 def variant(
-    layout: ShardLayout, query_len: int, target: Target, dependent: bool, one_wave: bool
+    layout: ShardLayout, query_len: int, target: Target, dependent: bool, one_tile: bool, one_wave: bool
 ) -> tuple[Kernel, tuple[Any, ...]]:
     """The kernel and its constants for a layout and a query length."""
     groups = _groups(query_len, target)
@@ -244,6 +253,7 @@ def variant(
         max(1, tile // (SCHEDULE.threads // 2)),
         target.e4m3,
         dependent,
+        one_tile,
         one_wave,
     )
     return (score_kernel if groups == 1 else wide_score_kernel), constants
@@ -259,14 +269,14 @@ def _tile_rows(layout: ShardLayout) -> int:
 
 def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
-    launches = [(False, False)]
+    launches = [(False, False, False), (False, True, False)]
     if target.dependent_launch:
-        launches += [(True, False), (True, True)]
+        launches += [(True, False, False), (True, True, False), (True, True, True)]
     for world_size, page_size in product(WORLD_SIZES, PAGE_SIZES):
         layout = ShardLayout(world_size, 0, page_size)
         for groups in range(1, _groups(MAX_QUERY_ROWS // NUM_HEADS, target) + 1):
-            for dependent, one_wave in launches:
-                yield variant(layout, groups * target.dot_rows // NUM_HEADS, target, dependent, one_wave)
+            for launch in launches:
+                yield variant(layout, groups * target.dot_rows // NUM_HEADS, target, *launch)
 
 
 def launch_scores(
@@ -290,8 +300,9 @@ def launch_scores(
     programs = min(tiles, max(1, SCHEDULE.programs // requests))
     dependent = enable_pdl and target.dependent_launch
     residents = SCHEDULE.residents(target, wide=_groups(decode_query_len, target) > 1)
-    one_wave = dependent and programs == tiles and tiles * requests <= residents
-    chosen, constants = variant(layout, decode_query_len, target, dependent, one_wave)
+    one_tile = programs == tiles
+    one_wave = dependent and one_tile and tiles * requests <= residents
+    chosen, constants = variant(layout, decode_query_len, target, dependent, one_tile, one_wave)
     chosen(
         (programs, requests),
         (

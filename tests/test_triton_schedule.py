@@ -1,0 +1,40 @@
+"""However the Triton scorer cuts its work the bits are the same: a tile a program, or a loop over tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from helpers import score
+
+import msa_icp
+from msa_icp import cases
+from msa_icp.cases import LAYOUTS, bits
+
+DEVICES = [d for d in ("cpu", "cuda") if msa_icp.backends(d)["triton"] is None]
+if not DEVICES:
+    pytest.skip("Triton serves no device here", allow_module_level=True)
+scorer = importlib.import_module("msa_icp.triton_backend.decode_index_score_sharded")
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"triton-{device}")
+@pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("enable_pdl", [False, True])
+def test_a_bounded_grid_loops(monkeypatch, device, world_size, page_size, query_len, enable_pdl):
+    case = cases.decode_case(
+        "",
+        world_size,
+        page_size,
+        seq_lens=(page_size * 9 + 5, 0, page_size * 2, 1),
+        decode_query_len=query_len,
+        keys=cases.full_range,
+    )
+    expected = score(case, 1, "triton", device, enable_pdl=enable_pdl)
+    assert torch.isfinite(expected[0, 0, :9]).all()
+    for programs in (1, 8, 12):
+        monkeypatch.setattr(scorer, "SCHEDULE", dataclasses.replace(scorer.SCHEDULE, programs=programs))
+        got = score(case, 1, "triton", device, enable_pdl=enable_pdl)
+        assert torch.equal(bits(got), bits(expected)), programs
