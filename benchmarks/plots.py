@@ -44,7 +44,7 @@ def decode_score(document: dict[str, Any], to: Path) -> None:
                     and row["query_len"] == query_len
                     and isinstance(row["keys"], str) == ragged
                 )
-                label = f"{layout}, ragged" if ragged else layout
+                label = None if ragged else layout
                 panel.plot(*zip(*points, strict=True), marker, color=color, label=label, markersize=5)
         panel.axhline(1, color="#888888", linewidth=0.8)
         panel.set_xscale("log")
@@ -53,7 +53,7 @@ def decode_score(document: dict[str, Any], to: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("plain read / ours")
     panels[0][0].set_ylim(bottom=0)
-    panels[0][-1].legend(fontsize=7, loc="lower left")
+    panels[0][-1].legend(fontsize=8, loc="upper right", title="x: ragged batches", title_fontsize=8)
     backend = ", ".join(sorted({row["backend"] for row in rows}))
     figure.suptitle(f"Decode scorer ({backend}), {document['card']}, torch {document['torch']}", fontsize=11)
     figure.savefig(to, dpi=110)

@@ -339,6 +339,7 @@ def another_machine(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 def killed_in_the_rendezvous(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Rank 1 is gone after it has allocated, before anybody has mapped its memory."""
+    dist.barrier()  # everybody is connected
     if rank == 1:
         right = shared_memory.SharedBlock.allocate
 
