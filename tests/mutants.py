@@ -317,7 +317,7 @@ MUTANTS = (
     ),
     Mutant(
         "a slot set in flight is handed out",
-        (("storage.py", "if holder is not None:", "if holder == user:"),),
+        (("storage.py", "if chosen in self._in_flight and not idle:", "if False:"),),
         ("test_storage.py",),
     ),
     Mutant(

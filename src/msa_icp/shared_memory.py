@@ -7,6 +7,7 @@ none. Elsewhere a block is a temporary file whose name goes as soon as every ran
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,37 +17,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MARK_BYTES = 16
+"""Random bytes behind a block. In two containers the same path may lead each rank to its own block."""
+
 
 class SharedBlock:
     """A block of shared memory, known to its peers by a path that is valid until `forget`."""
 
-    def __init__(self, path: str, nbytes: int, fd: int | None = None, named: bool = False) -> None:
+    def __init__(
+        self, path: str, nbytes: int, mark: bytes, fd: int | None = None, named: bool = False
+    ) -> None:
         self.path = path
         self.nbytes = nbytes
+        self.mark = mark
         self._fd = fd
         self._named = named
 
     @staticmethod
     def allocate(nbytes: int, *, anonymous: bool = hasattr(os, "memfd_create")) -> SharedBlock:
         """A new block of zeros. Raises OSError where the machine has no room for it."""
+        mark = os.urandom(MARK_BYTES)
         if anonymous:
+            _refuse_more_than_there_is(nbytes)
             fd = os.memfd_create("msa-icp")
-            block = SharedBlock(f"/proc/{os.getpid()}/fd/{fd}", nbytes, fd)
+            block = SharedBlock(f"/proc/{os.getpid()}/fd/{fd}", nbytes, mark, fd)
         else:
             fd, path = tempfile.mkstemp(prefix="msa-icp-")
-            block = SharedBlock(path, nbytes, fd, named=True)
+            block = SharedBlock(path, nbytes, mark, fd, named=True)
         try:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, nbytes)  # without it a full machine answers with SIGBUS later
-            else:
-                os.truncate(fd, nbytes)
+                # Without it a full machine answers with SIGBUS later.
+                os.posix_fallocate(fd, 0, nbytes + MARK_BYTES)
+            os.pwrite(fd, mark, nbytes)
         except OSError:
             block.forget()
             raise
         return block
 
     def map(self, dtype: torch.dtype) -> Tensor:
-        """The block as a flat tensor; the memory lives as long as any process maps it."""
+        """The block as a flat tensor; the memory lives as long as any process maps it.
+
+        Raises OSError where the path leads to something else than the creator's block.
+        """
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            if os.pread(fd, MARK_BYTES + 1, self.nbytes) != self.mark:
+                raise OSError(f"{self.path} is something else in this process than in its creator's")
+        finally:
+            os.close(fd)
         return torch.from_file(self.path, shared=True, size=self.nbytes // dtype.itemsize, dtype=dtype)
 
     def forget(self) -> None:
@@ -73,13 +91,13 @@ def rendezvous(
     except OSError as error:
         trouble = f"cannot allocate {nbytes} bytes of shared memory ({what}): {error}"
     try:
-        paths = _all_well(exchange((trouble, (block.path, nbytes) if block else None)))
-        sizes = [size for _, size in paths]
+        theirs = _all_well(exchange((trouble, (block.path, nbytes, block.mark) if block else None)))
+        sizes = [size for _, size, _ in theirs]
         if len(set(sizes)) > 1:
             raise ValueError(f"capacity: must be the same on every rank, the ranks ask for {sizes} bytes")
         body_error: Exception | None = None
         try:
-            yield [SharedBlock(path, size) for path, size in paths]
+            yield [SharedBlock(*known) for known in theirs]
         except Exception as error:
             body_error = error
         # The paths must last until the last rank has mapped them.
@@ -93,6 +111,17 @@ def rendezvous(
     finally:
         if block is not None:
             block.forget()
+
+
+def _refuse_more_than_there_is(nbytes: int) -> None:
+    """An anonymous file has no limit: filling it past the machine's memory gets somebody killed."""
+    try:
+        with open("/proc/meminfo") as lines:
+            found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        return
+    if found and nbytes > found[0]:
+        raise OSError(errno.ENOMEM, f"only {found[0]} bytes of memory are available")
 
 
 def _all_well(reports: list[tuple[str | None, Any]]) -> list[Any]:

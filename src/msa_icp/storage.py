@@ -183,14 +183,19 @@ class ReceiveStorage:
 
         Args:
             slot: a particular slot set; None: the next of the rotation.
-            stream: who uses it; by default the current CUDA stream, on the CPU the calling thread. On
+            stream: who uses it: a CUDA stream, by default the current one; on the CPU the calling thread. On
                 CUDA a slot set is in flight until its last kernel has run.
 
         Raises:
             RuntimeError: the slot set is in flight on another stream. Two streams on one slot set
                 wait for each other's rows; nothing has been launched.
         """
-        user = self._stream() if stream is None else stream
+        cuda_stream = stream if isinstance(stream, torch.cuda.Stream) else None
+        if cuda_stream is None and self.device.type == "cuda":
+            cuda_stream = torch.cuda.current_stream(self.device)
+        if stream is None:
+            stream = cuda_stream or threading.get_ident()
+        user = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else stream
         with self._lock:
             chosen = (
                 self._next_slot if slot is None else checks.integer("slot", slot, 0, geometry.SLOT_SETS - 1)
@@ -209,13 +214,8 @@ class ReceiveStorage:
         finally:
             with self._lock:
                 self._in_flight.pop(chosen, None)
-                if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                    self._in_flight[chosen] = (user, torch.cuda.current_stream(self.device).record_event())
-
-    def _stream(self) -> object:
-        if self.device.type == "cuda":
-            return torch.cuda.current_stream(self.device).cuda_stream
-        return threading.get_ident()
+                if cuda_stream is not None and not torch.cuda.is_current_stream_capturing():
+                    self._in_flight[chosen] = (user, cuda_stream.record_event())
 
     def check(self) -> None:
         """Raise `IcpTimeoutError` if a wait on this storage has failed since the last reset.
@@ -231,7 +231,8 @@ class ReceiveStorage:
         """Collective: clear all rows, counters and errors of the group, after a failure.
 
         Every living rank calls it, with no exchange under way. With a rank gone it raises what the
-        group's barrier raises: make a group without that rank and create the storage anew.
+        group's barrier raises, at the latest after the group's own timeout: make a group without that
+        rank and create the storage anew.
         """
         if self._group is None:
             raise RuntimeError(

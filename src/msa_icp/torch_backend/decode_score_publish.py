@@ -31,6 +31,8 @@ def decode_score_publish(
     enable_pdl: bool,
 ) -> None:
     """Publish the Top16 of scores that only this call sees; `pool` is not needed here."""
+    if index_q.device.type != "cpu":  # before the scorer is launched
+        raise ValueError(f"backend: 'torch' publishes CPU tensors only, index_q was on {index_q.device}")
     columns = min(block_table.shape[1], MAX_BLOCKS)
     scores = torch.full(
         (index_q.shape[0], NUM_HEADS, columns), float("-inf"), dtype=torch.float32, device=index_q.device

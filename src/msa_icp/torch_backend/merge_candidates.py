@@ -99,11 +99,10 @@ def _take_tagged(
         return lambda: (tagged.value >> 32) != want
 
     late = wait(wanted.shape, lambda: absent().any(-1).any(0), take, watch, errors, spin_limit)
-    behind = absent().any(-1)
-    # After a failure nobody waits, so a living rank may have overwritten its row: it was not missing.
-    went_on = (rows.untag(snapshot)[0] - wanted[..., None] > 0).all(-1)
     expected.copy_(wanted)
-    _record(errors, late, behind & ~went_on, slot)
+    ahead = rows.untag(snapshot)[0] - wanted[..., None]  # at the last look
+    # After a failure nobody waits, so a living rank may have overwritten its row: it was not missing.
+    _record(errors, late, (ahead != 0).any(-1) & ~(ahead > 0).all(-1), slot)
     return words, late
 
 
@@ -115,6 +114,11 @@ def _take_legacy(received: Tensor, errors: Tensor, spin_limit: int, slot: int) -
     """
     ready = received[..., rows.READY_WORD]
     words = torch.zeros((*received.shape[:-1], rows.READY_WORD), dtype=received.dtype, device=received.device)
+
+    absent = torch.empty(ready.shape, dtype=torch.bool, device=ready.device)  # [W, hpr, T], the last look
+
+    def look() -> Tensor:
+        return torch.ne(ready, rows.READY, out=absent).any(0)
 
     def take(there: Tensor) -> None:
         fence()  # the ready words before the rows
@@ -130,8 +134,8 @@ def _take_legacy(received: Tensor, errors: Tensor, spin_limit: int, slot: int) -
         word = ctypes.c_int32.from_address(ready[missing[0], head, t].data_ptr())
         return lambda: word.value != rows.READY
 
-    late = wait(received.shape[1:3], lambda: (ready != rows.READY).any(0), take, watch, errors, spin_limit)
-    _record(errors, late, ready != rows.READY, slot)
+    late = wait(received.shape[1:3], look, take, watch, errors, spin_limit)
+    _record(errors, late, absent, slot)
     return words, late
 
 

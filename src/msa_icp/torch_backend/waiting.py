@@ -15,6 +15,8 @@ _yield = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 _fence_lock = threading.Lock()
 _WATCHED = 100
 """Polls of one row between two looks at all of them."""
+_POLLS_A_YIELD = 32
+"""Polls before the core is yielded: on a busy one every yield may cost a time slice."""
 
 
 def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -75,7 +77,8 @@ def wait(
             if not is_missing():
                 break
             polls_left -= 1
-            _yield()
+            if polls_left % _POLLS_A_YIELD == 0:
+                _yield()
 
 
 def record_failures(errors: Tensor, failed: Tensor, slot: int, ranks_of: Callable[[int, int], int]) -> None:
