@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def run_layers(storage, layers: range, tagged: bool, spin_limit: int = LONG) -> 
 
 def mapped() -> int:
     """How often memory of a receive storage is mapped into this process."""
-    return Path("/proc/self/maps").read_text().count("msa-icp")
+    return Path("/proc/self/maps").read_text().count(shared_memory.NAME)
 
 
 def open_files() -> int:
@@ -163,7 +164,7 @@ def open_files() -> int:
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            count += "msa-icp" in os.readlink(link)
+            count += shared_memory.NAME in os.readlink(link)
     return count
 
 
@@ -275,6 +276,17 @@ def a_rank_fails_and_lives(rank: int, world_size: int, folder: Path, tagged: boo
     return {"wrong": wrong, "error": error}
 
 
+def one_bad_argument(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 alone asks for the impossible; the other must not wait for it."""
+    return {"error": attempt(TOKENS if rank == 0 else 0), "wrong": works_afterwards()}
+
+
+def works_afterwards() -> int:
+    """Layers merged wrong by a storage that is made after an attempt has failed."""
+    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+        return run_layers(storage, range(3), tagged=True)
+
+
 def unequal_sizes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found = {"error": attempt(2 + rank), "left": mapped() + open_files()}
     with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
@@ -308,7 +320,7 @@ def _raise_full(*_: Any, **__: Any) -> Any:
 def named_files(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Where there is no memfd: temporary files, without a name as soon as all have mapped them."""
     right = shared_memory.SharedBlock.allocate
-    shared_memory.SharedBlock.allocate = staticmethod(lambda nbytes: right(nbytes, anonymous=False))
+    shared_memory.SharedBlock.allocate = staticmethod(partial(right, anonymous=False))
     shared_memory.tempfile.tempdir = str(folder / "tmp")
     found = {"unequal": attempt(2 + rank)}
     with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:

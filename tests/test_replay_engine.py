@@ -190,6 +190,6 @@ def test_a_backend_that_is_not_there_is_refused_with_the_reason(tmp_path, monkey
     monkeypatch.setattr(msa_icp, "backends", lambda device: reasons)
     with pytest.raises(UsageError, match="must be one of cake, auto, torch, abacus, was cuda9"):
         small_plan(tmp_path, backend="cuda9")
-    with pytest.raises(UsageError, match="--backend abacus does not serve the CPU: it is for beads"):
+    with pytest.raises(UsageError, match="--backend abacus does not serve --device cpu: it is for beads"):
         small_plan(tmp_path, backend="abacus")
     assert small_plan(tmp_path, backend="auto").backend == "torch"

@@ -71,7 +71,7 @@ def test_sizes_and_devices_are_checked():
         ReceiveStorage.in_process(3, capacity=1)
     with pytest.raises(ValueError, match=r"^heads_per_rank: must be 1, was 2$"):
         ReceiveStorage.in_process(4, capacity=1, heads_per_rank=2)
-    with pytest.raises(ValueError, match=r"^capacity: must be an integer of at least 1, was 0$"):
+    with pytest.raises(ValueError, match=r"^capacity: must be an integer from 1 to 2147483647, was 0$"):
         ReceiveStorage.in_process(2, capacity=0)
     with pytest.raises(ValueError, match=r"^device: must be .*, was meta$"):
         ReceiveStorage.in_process(2, capacity=1, device="meta")

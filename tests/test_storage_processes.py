@@ -95,6 +95,13 @@ def test_unequal_sizes_are_refused_on_every_rank(tmp_path):
         assert found["wrong"] == 0
 
 
+def test_a_bad_argument_on_one_rank_ends_the_attempt_on_all(tmp_path):
+    results = run_ranks(rank_processes.one_bad_argument, 2, tmp_path)
+    assert results[1]["error"].startswith("ValueError: capacity: must be an integer from 1 to")
+    assert results[0]["error"].startswith("RuntimeError: receive storage: rank 1 gives up: capacity: must be")
+    assert [found["wrong"] for found in results] == [0, 0]
+
+
 def test_no_room_on_one_rank_fails_on_all(tmp_path):
     for found in run_ranks(rank_processes.no_room, 2, tmp_path):
         assert "rank 0 cannot allocate" in found["everybody"]

@@ -81,6 +81,17 @@ def test_storage_and_warmup(backend, device, default):
         group.reset()
 
 
+@pytest.mark.exchange
+def test_a_storage_outlives_the_inference_mode_it_was_made_in(backend, device):
+    with torch.inference_mode():
+        group = msa_icp.ReceiveStorage.in_process(2, capacity=1, device=device)
+    for storage in group:
+        storage.publish_generations += 1
+        storage.recv.zero_()
+        storage.errors.zero_()
+    group.reset()
+
+
 def test_inference_mode_and_then_without(backend, device):
     """What a backend keeps from a call in inference mode must serve a call outside of it."""
     failures: list[BaseException] = []

@@ -82,7 +82,7 @@ def group_shape(world_size: Any, heads_per_rank: Any, capacity: Any) -> tuple[in
     """World size, heads a rank and capacity of a receive storage."""
     world = one_of("world_size", world_size, WORLD_SIZES)
     heads = one_of("heads_per_rank", heads_per_rank, (NUM_HEADS // world,))
-    return world, heads, integer("capacity", capacity, 1)
+    return world, heads, integer("capacity", capacity, 1, 2**31 - 1)
 
 
 def forced_blocks(begin_name: str, begin: Any, end_name: str, end: Any) -> None:
@@ -90,6 +90,14 @@ def forced_blocks(begin_name: str, begin: Any, end_name: str, end: Any) -> None:
     total = integer(begin_name, begin, 0) + integer(end_name, end, 0)
     if total > TOP_K:
         refuse(f"{begin_name} + {end_name}", f"at most {TOP_K}", total)
+
+
+def device(name: str, value: Any) -> torch.device:
+    """A device, or what names one."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        refuse(name, "a torch.device or the name of one", repr(value))
 
 
 # ---------------------------------------------------------------- tensors
@@ -108,6 +116,8 @@ def tensor(
     """A tensor of that dtype and shape; a string in `shape` names a free dimension."""
     if not isinstance(value, Tensor):
         refuse(name, "a torch.Tensor", type(value).__name__)
+    if value.layout != torch.strided:
+        refuse(name, "a strided (dense) tensor", value.layout)
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if value.dtype not in dtypes:
         refuse(name, " or ".join(str(d) for d in dtypes), value.dtype)
@@ -240,6 +250,8 @@ def decode_score(
     )
     rows = score_rows("score_out", score_out, seq_lens.shape[0] * query_len, index_q.device)
     columns = rows.shape[2]
+    if rows.requires_grad:
+        refuse("score_out.requires_grad", "False: it is written in place", True)
     if not 0 < columns <= MAX_BLOCKS or columns % 4:
         refuse("score_out.shape[2]", f"a multiple of 4 from 4 to {MAX_BLOCKS}", columns)
     flag("enable_pdl", enable_pdl)

@@ -7,6 +7,8 @@ from types import ModuleType
 
 import torch
 
+from . import checks
+
 NAMES = ("triton", "torch")
 """Backend names; `msa_icp.<name>_backend` is the package of each. The better of a GPU comes first."""
 
@@ -25,7 +27,7 @@ def _by_preference(device: torch.device) -> tuple[str, ...]:
 
 def backends(device: torch.device | str) -> dict[str, str | None]:
     """Every backend by name: None where it serves `device`, else the reason why it does not."""
-    where = torch.device(device)
+    where = checks.device("device", device)
     return {name: _package(name).unavailable(where) for name in _by_preference(where)}
 
 
@@ -63,5 +65,5 @@ def warmup(device: torch.device | str, backend: str = "cake") -> None:
     A kernel that is first loaded while a peer waits for it stalls both, and none can be loaded while
     a CUDA graph is being captured. Raises ValueError as the entry points do for `backend`.
     """
-    where = torch.device(device)
+    where = checks.device("device", device)
     resolve(backend, where).warmup(where)

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NAME = "msa-icp-rows"
+"""How a block shows in a process's memory map, and how a named one begins."""
+
 MARK_BYTES = 16
 """Random bytes behind a block. In two containers the same path may lead each rank to its own block."""
 
@@ -34,15 +37,17 @@ class SharedBlock:
         self._named = named
 
     @staticmethod
-    def allocate(nbytes: int, *, anonymous: bool = hasattr(os, "memfd_create")) -> SharedBlock:
-        """A new block of zeros. Raises OSError where the machine has no room for it."""
+    def allocate(
+        nbytes: int, *, ranks: int = 1, anonymous: bool = hasattr(os, "memfd_create")
+    ) -> SharedBlock:
+        """A new block of zeros. Raises OSError where the machine has no room for `ranks` such blocks."""
         mark = os.urandom(MARK_BYTES)
         if anonymous:
-            _refuse_more_than_there_is(nbytes)
-            fd = os.memfd_create("msa-icp")
+            _refuse_more_than_there_is(nbytes * ranks)
+            fd = os.memfd_create(NAME)
             block = SharedBlock(f"/proc/{os.getpid()}/fd/{fd}", nbytes, mark, fd)
         else:
-            fd, path = tempfile.mkstemp(prefix="msa-icp-")
+            fd, path = tempfile.mkstemp(prefix=f"{NAME}-")
             block = SharedBlock(path, nbytes, mark, fd, named=True)
         try:
             if hasattr(os, "posix_fallocate"):
@@ -77,17 +82,34 @@ class SharedBlock:
 
 
 @contextmanager
+def agreement(exchange: Callable[[Any], list[Any]]) -> Iterator[None]:
+    """Whatever goes wrong in the body on one rank ends the attempt on all of them.
+
+    That rank raises what went wrong there, the others RuntimeError.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    reports = exchange((None if error is None else f"gives up: {error}", None))
+    if error is not None:
+        raise error
+    _all_well(reports)
+
+
+@contextmanager
 def rendezvous(
-    nbytes: int, exchange: Callable[[Any], list[Any]], *, what: str
+    nbytes: int, exchange: Callable[[Any], list[Any]], *, ranks: int, what: str
 ) -> Iterator[list[SharedBlock]]:
-    """Everybody allocates `nbytes` and gets everybody's blocks, to be mapped inside the `with`.
+    """Each of `ranks` processes allocates `nbytes` and gets everybody's blocks, to map inside the `with`.
 
     `exchange` gathers one object of every rank. A rank that cannot allocate or map its share tells the
     others, and all of them raise RuntimeError; ValueError where the ranks ask for different sizes.
     """
     block, trouble = None, None
     try:
-        block = SharedBlock.allocate(nbytes)
+        block = SharedBlock.allocate(nbytes, ranks=ranks)
     except OSError as error:
         trouble = f"cannot allocate {nbytes} bytes of shared memory ({what}): {error}"
     try:
@@ -95,19 +117,15 @@ def rendezvous(
         sizes = [size for _, size, _ in theirs]
         if len(set(sizes)) > 1:
             raise ValueError(f"capacity: must be the same on every rank, the ranks ask for {sizes} bytes")
-        body_error: Exception | None = None
-        try:
-            yield [SharedBlock(*known) for known in theirs]
-        except Exception as error:
-            body_error = error
         # The paths must last until the last rank has mapped them.
-        trouble = None if body_error is None else f"cannot map its peers' memory: {body_error}"
-        reports = exchange((trouble, None))
-        if body_error is not None:
-            raise RuntimeError(
-                f"receive storage: {trouble}; the ranks must be processes of one machine and one user"
-            ) from body_error
-        _all_well(reports)
+        with agreement(exchange):
+            try:
+                yield [SharedBlock(*known) for known in theirs]
+            except (OSError, RuntimeError) as error:
+                raise RuntimeError(
+                    f"receive storage: cannot map the peers' memory: {error}; the ranks must be processes of "
+                    "one machine and one user"
+                ) from error
     finally:
         if block is not None:
             block.forget()

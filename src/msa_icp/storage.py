@@ -98,6 +98,7 @@ class ReceiveStorage:
     # ------------------------------------------------------------ creation
 
     @staticmethod
+    @torch.inference_mode(False)  # an inference tensor could not be written outside that mode
     def create(
         group: dist.ProcessGroup | None = None,
         *,
@@ -123,11 +124,17 @@ class ReceiveStorage:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group: torch.distributed is not initialised; call init_process_group first")
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        world, heads, rows = _sizes(world_size, heads_per_rank, capacity)
-        if torch.device(device).type != "cpu":
-            checks.refuse("device", "cpu, the only one with a storage for several processes so far", device)
+        if rank < 0:
+            checks.refuse("group", "one that this process belongs to", "one that it does not")
+        exchange = _Exchange(group)
+        with shared_memory.agreement(exchange):
+            world, heads, rows = _sizes(world_size, heads_per_rank, capacity)
+            if checks.device("device", device).type != "cpu":
+                checks.refuse(
+                    "device", "cpu, the only one with a storage for several processes so far", device
+                )
         need = geometry.comm_layout(world, heads, rows)["storage_words"] * 4
-        with shared_memory.rendezvous(need, _Exchange(group), what=f"capacity={rows}") as blocks:
+        with shared_memory.rendezvous(need, exchange, ranks=world, what=f"capacity={rows}") as blocks:
             words = [block.map(torch.int32) for block in blocks]
         return ReceiveStorage(
             rank=rank,
@@ -140,6 +147,7 @@ class ReceiveStorage:
         )
 
     @staticmethod
+    @torch.inference_mode(False)
     def in_process(
         world_size: int,
         *,
@@ -153,9 +161,9 @@ class ReceiveStorage:
         one card. In one thread or on one stream, let every rank publish before the first merges.
         """
         world, heads, rows = _sizes(world_size, heads_per_rank, capacity)
-        where = torch.device(device)
-        if where.type not in ("cpu", "cuda"):
-            checks.refuse("device", "cpu or cuda", device)
+        where = checks.device("device", device)
+        if where.type != "cpu" and not (where.type == "cuda" and torch.cuda.is_available()):
+            checks.refuse("device", "cpu, or cuda where PyTorch finds a GPU", device)
         count = geometry.comm_layout(world, heads, rows)["storage_words"]
         words = [torch.zeros(count, dtype=torch.int32, device=where) for _ in range(world)]
         return LocalGroup(

@@ -128,7 +128,7 @@ def _check_memory(options: ReplayOptions, pages: int, longest: int) -> None:
         raise UsageError(
             f"contexts up to {longest} tokens with --max-batch {options.max_batch} and --sparse-layers "
             f"{options.sparse_layers} need about {need / 2**30:.1f} GiB, this machine has "
-            f"{free / 2**30:.1f} GiB available: lower one of them or --max-context"
+            f"{free / 2**30:.1f} GiB available: lower one of them, --max-context or --cache-tokens"
         )
 
 

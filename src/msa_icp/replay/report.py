@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -29,6 +30,12 @@ def prepare_folder(folder: Path) -> None:
         raise UsageError(f"--report {folder} cannot be made a folder: {error.strerror}") from error
     if not os.access(folder, os.W_OK):
         raise UsageError(f"--report {folder} cannot be written")
+
+
+def drop_folder(folder: Path) -> None:
+    """Take the folder away again where nothing was written into it."""
+    with contextlib.suppress(OSError):  # not empty: somebody else's files
+        folder.rmdir()
 
 
 def write_report(outcome: Outcome, trace: Path, folder: Path) -> None:

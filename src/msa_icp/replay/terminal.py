@@ -26,6 +26,8 @@ def replay_trace(trace: Path, options: ReplayOptions, folder: Path | None) -> in
         try:
             outcome = replay(plan, bar.update)
         except RankFailure as failure:
+            if folder is not None:
+                report.drop_folder(folder)
             if failure.trace:
                 console.print(failure.trace, style="dim", markup=False, highlight=False)
             raise
