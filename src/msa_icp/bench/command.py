@@ -38,16 +38,7 @@ def run(
     """Measure and print; a row is shown as soon as it is there."""
     facts = versions(device)
     table = Table(title=f"Decode scorer, {facts['card']}, torch {facts['torch']}, triton {facts['triton']}")
-    columns = (
-        "backend",
-        "layout",
-        "query length",
-        "batch x key rows",
-        "MB",
-        "us",
-        "GB/s",
-        "plain read / ours",
-    )
+    columns = ("backend", "layout", "query", "batch x rows", "MB", "us", "GB/s", "read / ours")
     for column in columns:
         table.add_column(column, justify="left" if column in ("backend", "layout") else "right")
     with Live(table, console=console, vertical_overflow="visible"):

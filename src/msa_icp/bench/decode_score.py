@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import msa_icp
-from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout
+from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, ceil_div
 
 from . import ruler
 from .measure import chain_bytes, chain_length, time_chain, versions
@@ -39,7 +39,7 @@ class Size:
 
     def columns(self, layout: ShardLayout) -> list[int]:
         """Page columns of each request."""
-        return [-(-keys // layout.rows) for keys in self.keys]
+        return [ceil_div(keys, layout.rows) for keys in self.keys]
 
     def k_bytes(self, layout: ShardLayout) -> int:
         """Bytes of K that one launch reads."""
@@ -103,7 +103,7 @@ class Workload:
         tokens = len(columns) * query_len
         self.index_q = pool[: tokens * NUM_HEADS * HEAD_DIM].clone().view(torch.float8_e4m3fn)
         self.index_q = self.index_q.view(tokens, NUM_HEADS, HEAD_DIM)
-        self.score_out = torch.empty((tokens, NUM_HEADS, -(-max(columns) // 4) * 4), device=device)
+        self.score_out = torch.empty((tokens, NUM_HEADS, ceil_div(max(columns), 4) * 4), device=device)
 
     def score(self, layer: int, backend: str, enable_pdl: bool = True) -> None:
         """One launch."""

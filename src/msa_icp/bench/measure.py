@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from msa_icp.geometry import ceil_div
+
 CHAIN_LAUNCHES = 6000
 """The most launches of one chain."""
 _REPLAYS = 15
@@ -26,7 +28,7 @@ def chain_bytes(device: torch.device) -> int:
 
 def chain_length(bytes_per_launch: int, device: torch.device) -> int:
     """Launches of a chain over buffers of that size."""
-    return max(1, min(CHAIN_LAUNCHES, -(-chain_bytes(device) // bytes_per_launch)))
+    return max(1, min(CHAIN_LAUNCHES, int(ceil_div(chain_bytes(device), bytes_per_launch))))
 
 
 def time_chain(launch: Callable[[int], None], launches: int, device: torch.device) -> float:
