@@ -324,7 +324,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stride is not checked",
-        (("checks.py", "if rows.stride(0) < NUM_HEADS * rows.stride(1):", "if False:"),),
+        (("checks/arguments.py", "if rows.stride(0) < NUM_HEADS * rows.stride(1):", "if False:"),),
         ("test_checks.py",),
     ),
 )

@@ -1,4 +1,4 @@
-"""The entry points: docstring, check, hand over to the backend. No arithmetic.
+"""The decode entry points and the writer of index keys.
 
 Shapes use `B` requests, `T = B * decode_query_len` tokens, `H = 4` index heads, `W` ranks,
 `hpr = H / W` heads a rank, `P` keys a page and `R = P / W` local rows of a page. "Section" refers to
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import checks, dispatch, geometry, rows
+from .. import checks, dispatch, geometry, rows
 
 
 def msa_icp_decode_score_columns(max_model_len: int, page_size: int) -> int:

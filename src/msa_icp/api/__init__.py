@@ -1,0 +1,23 @@
+"""The entry points: docstring, check, hand over to the backend. No arithmetic."""
+
+from .decode import (
+    msa_icp_comm_layout,
+    msa_icp_decode_index_score_sharded,
+    msa_icp_decode_pool_bytes,
+    msa_icp_decode_score_columns,
+    msa_icp_decode_score_publish,
+    msa_icp_merge_candidates,
+    msa_icp_topk_select_publish,
+    write_index_keys,
+)
+
+__all__ = [
+    "msa_icp_comm_layout",
+    "msa_icp_decode_index_score_sharded",
+    "msa_icp_decode_pool_bytes",
+    "msa_icp_decode_score_columns",
+    "msa_icp_decode_score_publish",
+    "msa_icp_merge_candidates",
+    "msa_icp_topk_select_publish",
+    "write_index_keys",
+]

@@ -1,0 +1,58 @@
+"""The argument rules. Every sentence that tells a caller what is wrong with an argument is here.
+
+A rule that does not hold raises `ValueError`, before anything is launched or written, and says which
+argument it is, what it must be and what it was. The contents of device tensors (lengths, page ids)
+are not checked here: the kernels never trust them with an address.
+"""
+
+from .arguments import (
+    at_least,
+    device,
+    flag,
+    forced_blocks,
+    group_shape,
+    integer,
+    k_shard,
+    layout,
+    one_of,
+    refuse,
+    score_rows,
+    separate_rows,
+    tensor,
+    unit_last_stride,
+)
+from .decode import (
+    decode_inputs,
+    decode_score,
+    merge,
+    publish,
+    score_publish,
+    shard_cache,
+    valid_pages,
+    write_keys,
+)
+
+__all__ = [
+    "at_least",
+    "decode_inputs",
+    "decode_score",
+    "device",
+    "flag",
+    "forced_blocks",
+    "group_shape",
+    "integer",
+    "k_shard",
+    "layout",
+    "merge",
+    "one_of",
+    "publish",
+    "refuse",
+    "score_publish",
+    "score_rows",
+    "separate_rows",
+    "shard_cache",
+    "tensor",
+    "unit_last_stride",
+    "valid_pages",
+    "write_keys",
+]
