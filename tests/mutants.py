@@ -44,6 +44,7 @@ MERGE = "torch_backend/merge_candidates.py"
 RANKING = "torch_backend/ranking.py"
 WAITING = "torch_backend/waiting.py"
 FUSED = "torch_backend/decode_score_publish.py"
+REMEMBER = "checks/remember.py"
 
 SCORE_TESTS = ("test_decode_index_score_sharded.py", "-k", "not million")
 FIELD_TESTS = ("test_field_cases.py", "-k", "test_nasty and 4-128 and not production")
@@ -51,12 +52,14 @@ SELECT_TESTS = ("test_topk_select_publish.py",)
 MERGE_TESTS = ("test_merge_candidates.py",)
 EXCHANGE_TESTS = ("test_exchange.py", "-k", "not threads and not wait and not one_limit and not hold_up")
 FUSED_TESTS = ("test_decode_score_publish.py", "-k", "not 8192")
+REMEMBERED_TESTS = ("test_checks_remembered.py", "-k", "not compiled")
 PITCH_TESTS = ("test_field_cases.py", "-k", "test_07 and 4-128")
 BASELINE = (
     "test_geometry.py",
     "test_cache.py",
     "test_write_index_keys.py",
     "test_checks.py",
+    "test_checks_remembered.py",
     "test_storage.py",
     *(
         group[0]
@@ -326,6 +329,46 @@ MUTANTS = (
         "a stride is not checked",
         (("checks/arguments.py", "if rows.stride(0) < NUM_HEADS * rows.stride(1):", "if False:"),),
         ("test_checks.py",),
+    ),
+    Mutant(
+        "True passes where 1 was accepted",
+        ((REMEMBER, '_NUMBER = "type({0}), {0}"', '_NUMBER = "{0}"'),),
+        REMEMBERED_TESTS,
+    ),
+    Mutant(
+        "other strides pass where the shape was accepted",
+        ((REMEMBER, "{0}.stride(), ", ""),),
+        REMEMBERED_TESTS,
+    ),
+    Mutant(
+        "an address eight bytes off passes",
+        ((REMEMBER, "{0}.data_ptr() % 16", "{0}.data_ptr() % 8"),),
+        REMEMBERED_TESTS,
+    ),
+    Mutant(
+        "a tensor without memory passes",
+        ((REMEMBER, "{0}.data_ptr() % 16, ", ""),),
+        (*REMEMBERED_TESTS[:2], "sparse"),
+    ),
+    Mutant(
+        "an output that requires a gradient passes",
+        ((REMEMBER, ", {0}.requires_grad", ""),),
+        REMEMBERED_TESTS,
+    ),
+    Mutant(
+        "what a subclass answered is remembered",
+        ((REMEMBER, "all(t is None or type(t) is Tensor for t in arguments)", "True"),),
+        REMEMBERED_TESTS,
+    ),
+    Mutant(
+        "what a number of another type was is remembered",
+        ((REMEMBER, "type(n) in NUMBERS for n in numbers.values()", "True for n in numbers.values()"),),
+        REMEMBERED_TESTS,
+    ),
+    Mutant(
+        "every accepted call is kept",
+        ((REMEMBER, "len(accepted) >= LIMIT", "False"),),
+        REMEMBERED_TESTS,
     ),
 )
 

@@ -36,12 +36,26 @@ def is_supported(device: torch.device | str) -> bool:
     return any(reason is None for reason in backends(device).values())
 
 
+_resolved: dict[tuple[str, torch.device], ModuleType] = {}
+"""What `resolve` has found. A backend that serves a device does so until the process ends."""
+
+
 def resolve(backend: str, device: torch.device) -> ModuleType:
     """The package of the backend that a call with `backend=` on `device` runs in.
 
     Raises ValueError for an unknown name, and for a backend that does not serve the device, with the
     reason.
     """
+    try:
+        return _resolved[backend, device]
+    except (KeyError, TypeError):  # TypeError: what is no name need not be hashable either
+        pass
+    package = _resolve(backend, device)
+    _resolved[backend, device] = package
+    return package
+
+
+def _resolve(backend: str, device: torch.device) -> ModuleType:
     if backend in AUTOMATIC:
         for name in _by_preference(device):
             package = _package(name)

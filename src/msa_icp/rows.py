@@ -48,8 +48,8 @@ def slot_of(recv_slot: Tensor) -> int:
     (`msa_icp_comm_layout`), so the view's place in its storage tells. A view of fewer tokens keeps the
     strides of the whole slot set.
     """
-    width = recv_slot.shape[-1]
-    slot_words = recv_slot.shape[0] * recv_slot.stride(0)
+    world_size, _, _, width = recv_slot.shape
+    slot_words = world_size * recv_slot.stride()[0]
     offset = int(recv_slot.storage_offset())
     if width == TAGGED_WORDS:
         offset -= SLOT_SETS * (slot_words // width) * LEGACY_WORDS // 2  # int64 elements

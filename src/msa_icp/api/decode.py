@@ -202,6 +202,7 @@ def msa_icp_topk_select_publish(
         num_valid_pages,
         recv_bases,
         errors,
+        generations,
         slot=slot,
         rank=rank,
         world_size=world_size,
@@ -211,7 +212,6 @@ def msa_icp_topk_select_publish(
         force_end_blocks=force_end_blocks,
         spin_limit=spin_limit,
         enable_pdl=enable_pdl,
-        generations=generations,
         index_scale=index_scale,
         index_offset=index_offset,
     )
@@ -284,11 +284,11 @@ def msa_icp_merge_candidates(
         num_valid_pages,
         output,
         errors,
+        expected_generations,
         init_blocks=init_blocks,
         local_blocks=local_blocks,
         spin_limit=spin_limit,
         enable_pdl=enable_pdl,
-        expected_generations=expected_generations,
         prefill=prefill,
     )
     dispatch.resolve(backend, recv_slot.device).merge_candidates(
@@ -360,6 +360,7 @@ def msa_icp_decode_score_publish(
         pool,
         recv_bases,
         errors,
+        generations,
         rank=rank,
         world_size=world_size,
         page_size=page_size,
@@ -369,7 +370,6 @@ def msa_icp_decode_score_publish(
         force_begin_blocks=force_begin_blocks,
         force_end_blocks=force_end_blocks,
         spin_limit=spin_limit,
-        generations=generations,
         enable_pdl=enable_pdl,
     )
     dispatch.resolve(backend, index_q.device).decode_score_publish(

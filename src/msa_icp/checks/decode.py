@@ -39,6 +39,7 @@ from .arguments import (
     tensor,
     unit_last_stride,
 )
+from .remember import remember
 
 
 def _same_device(index_q: Any) -> torch.device:
@@ -72,6 +73,7 @@ def decode_inputs(
     return shard
 
 
+@remember
 def decode_score(
     index_q: Any,
     index_k: Any,
@@ -142,11 +144,13 @@ def _valid_pages(num_valid_pages: Any, tokens: int | str, device: torch.device) 
     return tensor("num_valid_pages", num_valid_pages, torch.int32, (tokens,), device=device, contiguous=True)
 
 
+@remember
 def publish(
     scores: Any,
     num_valid_pages: Any,
     recv_bases: Any,
     errors: Any,
+    generations: Any,
     *,
     slot: Any,
     rank: Any,
@@ -157,7 +161,6 @@ def publish(
     force_end_blocks: Any,
     spin_limit: Any,
     enable_pdl: Any,
-    generations: Any,
     index_scale: Any,
     index_offset: Any,
 ) -> None:
@@ -187,17 +190,18 @@ def publish(
     flag("enable_pdl", enable_pdl)
 
 
+@remember
 def merge(
     recv_slot: Any,
     num_valid_pages: Any,
     output: Any,
     errors: Any,
+    expected_generations: Any,
     *,
     init_blocks: Any,
     local_blocks: Any,
     spin_limit: Any,
     enable_pdl: Any,
-    expected_generations: Any,
     prefill: Any,
 ) -> None:
     """`msa_icp_merge_candidates`."""
@@ -243,6 +247,7 @@ def merge(
     forced_blocks("init_blocks", init_blocks, "local_blocks", local_blocks)
 
 
+@remember
 def score_publish(
     index_q: Any,
     index_k: Any,
@@ -252,6 +257,7 @@ def score_publish(
     pool: Any,
     recv_bases: Any,
     errors: Any,
+    generations: Any,
     *,
     rank: Any,
     world_size: Any,
@@ -262,7 +268,6 @@ def score_publish(
     force_begin_blocks: Any,
     force_end_blocks: Any,
     spin_limit: Any,
-    generations: Any,
     enable_pdl: Any,
 ) -> ShardLayout:
     """`msa_icp_decode_score_publish`."""
@@ -304,6 +309,7 @@ def score_publish(
     return shard
 
 
+@remember
 def write_keys(
     keys: Any,
     positions: Any,
