@@ -11,6 +11,7 @@ one key of a page that this rank holds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 NUM_HEADS = 4
@@ -58,22 +59,22 @@ class ShardLayout:
     rank: int
     page_size: int
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Keys of one page that a rank holds (R)."""
         return self.page_size // self.world_size
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of one page's shard; a page is dense, pages need not be."""
         return self.rows * HEAD_DIM
 
-    @property
+    @cached_property
     def index_scale(self) -> int:
         """Blocks from one column to the next."""
         return self.page_size // BLOCK
 
-    @property
+    @cached_property
     def index_offset(self) -> int:
         """Block, within its page, that this rank's rows belong to."""
         return self.rank * self.index_scale // self.world_size

@@ -284,15 +284,18 @@ def launch_scores(
     index_k: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    score_out: Tensor,
+    scores: Tensor,
     *,
+    columns: int,
+    token_stride: int,
+    head_stride: int,
     layout: ShardLayout,
     decode_query_len: int,
     enable_pdl: bool,
     first_column: int = 0,
 ) -> None:
-    """Score the columns from `first_column` on into the columns of `score_out`."""
-    requests, columns = seq_lens.shape[0], score_out.shape[2]
+    """Score the columns from `first_column` on into the `columns` of FP32 rows that start at `scores`."""
+    requests = seq_lens.shape[0]
     if requests == 0:
         return
     target = target_of(index_q.device)
@@ -310,15 +313,15 @@ def launch_scores(
             index_k,
             block_table,
             seq_lens,
-            score_out,
+            scores,
             index_k.shape[0],
-            index_k.stride(0),
+            index_k.stride()[0],
             block_table.shape[1],
-            block_table.stride(0),
+            block_table.stride()[0],
             columns,
             first_column,
-            score_out.stride(0),
-            score_out.stride(1),
+            token_stride,
+            head_stride,
             decode_query_len,
             layout.key_position(0, 0),
         ),
@@ -339,12 +342,16 @@ def decode_index_score_sharded(
     enable_pdl: bool,
 ) -> None:
     """Write the scores of this rank's shard; every other element of `score_out` keeps its bits."""
+    token_stride, head_stride, _ = score_out.stride()
     launch_scores(
         index_q,
         index_k,
         block_table,
         seq_lens,
         score_out,
+        columns=score_out.shape[2],
+        token_stride=token_stride,
+        head_stride=head_stride,
         layout=layout,
         decode_query_len=decode_query_len,
         enable_pdl=enable_pdl,

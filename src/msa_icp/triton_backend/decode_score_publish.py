@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -115,14 +114,16 @@ def decode_score_publish(
     tagged = generations is not None
     target = target_of(index_q.device)
     columns = min(block_table.shape[1], MAX_BLOCKS)
-    scores = pool.view(torch.float32)
     for first, count in _rounds(columns):
         launch_scores(
             index_q,
             index_k,
             block_table,
             seq_lens,
-            scores.as_strided((tokens, NUM_HEADS, count), (NUM_HEADS * ROW_WORDS, ROW_WORDS, 1)),
+            pool,
+            columns=count,
+            token_stride=NUM_HEADS * ROW_WORDS,
+            head_stride=ROW_WORDS,
             layout=layout,
             decode_query_len=decode_query_len,
             enable_pdl=enable_pdl,
@@ -131,7 +132,7 @@ def decode_score_publish(
         select_round_kernel(
             (tokens, NUM_HEADS),
             (
-                scores,
+                pool,
                 seq_lens,
                 num_valid_pages,
                 recv_bases,

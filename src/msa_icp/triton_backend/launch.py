@@ -36,8 +36,6 @@ _TORCH_DTYPES = {
     tl.float32: torch.float32,
 }
 
-_FP8 = torch.float8_e4m3fn
-
 
 @dataclass(frozen=True)
 class Target:
@@ -81,6 +79,7 @@ class Kernel:
         parameters = inspect.signature(function).parameters.values()
         self.types = {p.name: p.annotation for p in parameters if p.annotation is not tl.constexpr}
         self.constants = [p.name for p in parameters if p.annotation is tl.constexpr]
+        self.pointers = sum(isinstance(kind, tl.pointer_type) for kind in self.types.values())
         self.aligned = tuple(aligned)
         plain = [name for name in self.types if name not in aligned]
         self.function = triton.jit(function, do_not_specialize=plain, do_not_specialize_on_alignment=plain)
@@ -97,15 +96,15 @@ class Kernel:
     ) -> None:
         """Launch on the current stream of `device`; `constants` are what the constexpr parameters are."""
         if INTERPRETED:
-            self.function[grid](*map(_interpreted, arguments), *constants)
+            self.function[grid](*map(_interpreted, arguments, self.types.values()), *constants)
             return
         with _current(device):
             loaded = self._loaded.get((device.index, constants))
             if loaded is None:
                 loaded = self.load(constants, device)
             # An address saves the launcher the look into the tensor, and fp8 its way through uint8.
-            words = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-            loaded[(*grid, 1, 1)[:3]](*words, *constants)
+            addresses = map(Tensor.data_ptr, arguments[: self.pointers])
+            loaded[(*grid, 1, 1)[:3]](*addresses, *arguments[self.pointers :], *constants)
 
     def load(self, constants: tuple[Any, ...], device: torch.device) -> Any:
         """Compile and load the variant of these constants, where that has not been done."""
@@ -146,8 +145,8 @@ def kernel(
 ) -> Callable[[Callable[..., None]], Kernel]:
     """Make a kernel of a function whose parameters are annotated with the types above or `tl.constexpr`.
 
-    The constants come last. `aligned` names the pointers that are always 16-byte aligned, `registers` is
-    the most that a thread may use.
+    Pointers come first, constants last. `aligned` names the pointers that are always 16-byte aligned,
+    `registers` is the most that a thread may use.
     """
     return lambda function: Kernel(function, aligned, threads, registers)
 
@@ -156,13 +155,15 @@ def _sample(kind: Any) -> Any:
     return _TORCH_DTYPES[kind.element_ty] if isinstance(kind, tl.pointer_type) else 0
 
 
-def _interpreted(argument: Any) -> Any:
-    if isinstance(argument, Tensor) and argument.dtype == _FP8:
-        return argument.view(torch.uint8)
-    return argument
+def _interpreted(argument: Any, kind: Any) -> Any:
+    """What the interpreter takes: it goes by a tensor's dtype, the compiled kernel by its declaration."""
+    return argument.view(_TORCH_DTYPES[kind.element_ty]) if isinstance(argument, Tensor) else argument
+
+
+_AS_IT_IS = nullcontext()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     if device.index is None or device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _AS_IT_IS
     return torch.cuda.device(device)
