@@ -29,6 +29,7 @@ demo: $(VENV)/demo.installed  ## replay the sample trace over four ranks, about 
 test: $(VENV)/dev.installed  ## everything that runs without a GPU
 	$(VENV)/bin/python -m pytest
 	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n auto -k triton-cpu
+	EMULATE_CUDA=1 $(VENV)/bin/python -m pytest -n auto -k cuda-cpu
 
 test-gpu:  ## the same tests on the accelerator, with the python at hand and nothing installed
 	PYTHONPATH=src $(PYTHON) -m pytest -k cuda

@@ -2,19 +2,25 @@
 
 A test that takes `backend` and `device` runs once for every backend and device of this machine. With
 the mark `exchange` it runs where publish and merge do, with the mark `large` it leaves out
-interpreted kernels.
+interpreted kernels. With EMULATE_CUDA=1 the CUDA backend serves CPU tensors, emulated.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
 
+import cuda_emulation
 import hypothesis
 import pytest
 import torch
 
 import msa_icp
 from msa_icp import verify
+
+EMULATED = None
+if cuda_emulation.REQUESTED:
+    cuda_emulation.install()
+    EMULATED = ("cuda", "cpu")  # where the emulator is missing the tests are skipped, with the reason
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SLOW = [
@@ -56,9 +62,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     combinations = []
     for device in DEVICES:
         for name, reason in msa_icp.backends(device).items():
-            if reason is not None:
+            if reason is not None and (name, device) != EMULATED:
                 continue
-            if exchange:
+            if reason is None and exchange:
                 reason = verify.no_exchange(name, device)
             if reason is None and large and verify.is_slow(name, device):
                 reason = "too much for interpreted kernels"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+import cuda_emulation
 import torch
 from helpers import HEADS, random_scores
 from torch import Tensor
@@ -292,6 +293,8 @@ def control(kind: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if cuda_emulation.REQUESTED:
+        cuda_emulation.install()
     if sys.argv[1].startswith("control"):
         control(sys.argv[1])
     else:

@@ -36,6 +36,8 @@ class Mutant:
     name: str
     edits: tuple[tuple[str, str, str], ...]  # file below src/msa_icp, text, its replacement
     tests: tuple[str, ...]
+    emulated: bool = False
+    """A fault in a CUDA kernel, whose tests run over the emulator."""
 
 
 SCORER = "torch_backend/decode_index_score_sharded.py"
@@ -67,6 +69,19 @@ BASELINE = (
     ),
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up",
+)
+
+KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 3-2-256)")
+KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
+KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
+KERNEL_MERGE_TESTS = ("test_merge_candidates.py", "test_exchange.py", "-k", "cuda-cpu")
+CUDA_BASELINE = (
+    "test_cuda_forms.py",
+    "test_topk_select_publish.py",
+    "test_merge_candidates.py",
+    "test_exchange.py",
+    "-k",
+    "cuda-cpu and (every_form and (1-4-128 or 3-2-256) or not forms)",
 )
 
 MUTANTS = (
@@ -370,10 +385,149 @@ MUTANTS = (
         ((REMEMBER, "len(accepted) >= LIMIT", "False"),),
         REMEMBERED_TESTS,
     ),
+    Mutant(
+        "a kernel masks the second half of a fragment by the first",
+        (
+            (
+                "cuda_backend/device/decode_score.cuh",
+                "Layout::position(column, row + 8, rank)",
+                "Layout::position(column, row, rank)",
+            ),
+        ),
+        KERNEL_TAIL_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel takes one query token more to be history",
+        (
+            (
+                "cuda_backend/device/decode_score.cuh",
+                "<= seq_len - static_cast<int>(with.query_len);",
+                "<= seq_len - static_cast<int>(with.query_len) + PAGE;",
+            ),
+        ),
+        KERNEL_TAIL_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel writes columns that do not round up to four",
+        (
+            (
+                "cuda_backend/device/decode_score.cuh",
+                "/ kColumnStep * kColumnStep",
+                "/ kColumnStep * kColumnStep + 1",
+            ),
+        ),
+        KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel pairs the halves of a row the other way round in the queries",
+        (
+            (
+                "cuda_backend/device/fragments.cuh",
+                "step_share(halves, step, share[step][0], share[step][1])",
+                "step_share(halves, step ^ 4, share[step][0], share[step][1])",
+            ),
+        ),
+        KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel leaves a page's last warp out of its maximum",
+        (("cuda_backend/decode_index_score_sharded.cu", "other < kPagePieces", "other < kPagePieces - 1"),),
+        KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a warp of the packed list drops its last column",
+        (
+            (
+                "cuda_backend/decode_index_score_packed.cu",
+                "total * (own + 1) / warps) - begin) * kPagePieces",
+                "total * (own + 1) / warps) - begin - (own % 2)) * kPagePieces",
+            ),
+        ),
+        KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel ranks the higher id first",
+        (
+            (
+                "cuda_backend/device/ranking.cuh",
+                "static_cast<unsigned>(kMostBlocks - 1 - id)",
+                "static_cast<unsigned>(id)",
+            ),
+            (
+                "cuda_backend/device/ranking.cuh",
+                "return kMostBlocks - 1 - static_cast<int>(key",
+                "return static_cast<int>(key",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel ranks NaN as itself",
+        (
+            (
+                "cuda_backend/device/ranking.cuh",
+                "score == score ? score + 0.0f : minus_infinity()",
+                "score + 0.0f",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel looks at one class of columns too few",
+        (
+            (
+                "cuda_backend/topk_select_publish.cu",
+                "threadIdx.x / kTop * modulus : -1",
+                "threadIdx.x / kTop * modulus % (modulus * 7) : -1",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel publishes what was not free",
+        (("cuda_backend/topk_select_publish.cu", "if (ready == 0) {", "{"),),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel keeps a block that two ranks sent twice",
+        (("cuda_backend/merge_candidates.cu", "if (repeated) own = 0;", ""),),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a late merge of a kernel clears what was there",
+        (("cuda_backend/merge_candidates.cu", "if (complete && lane == 0) signal", "if (lane == 0) signal"),),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel names the ranks that were there",
+        (
+            (
+                "cuda_backend/merge_candidates.cu",
+                "missing[rank] = there ? 0 : 1 << rank;",
+                "missing[rank] = there ? 1 << rank : 0;",
+            ),
+        ),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
 )
 
 
-def run_tests(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def run_tests(
+    copy: Path, tests: tuple[str, ...], *, emulated: bool = False
+) -> subprocess.CompletedProcess[str]:
     """The tests against the sources in `copy`, up to the first failure."""
     files = [str(TESTS / word) if word.endswith(".py") else word for word in tests]
     options = ["-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", "--timeout-method=thread"]
@@ -383,7 +537,8 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    environment.pop("TRITON_INTERPRET", None)  # the faults are in the torch backend
+    environment.pop("TRITON_INTERPRET", None)  # the faults are in the torch backend, or in emulated kernels
+    environment["EMULATE_CUDA"] = "1" if emulated else "0"
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
         cwd=TESTS.parent,
@@ -419,7 +574,7 @@ def try_mutant(mutant: Mutant) -> tuple[str, str]:
         stale = plant(copy, mutant)
         if stale:
             return "STALE", stale
-        ended = run_tests(copy, mutant.tests)
+        ended = run_tests(copy, mutant.tests, emulated=mutant.emulated)
     failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     seconds = f"{time.monotonic() - began:.1f} s"
     if ended.returncode == 1:
@@ -443,11 +598,12 @@ def without_fault() -> bool:
         if str(copy) not in where:
             print(f"The tests would not run on the copy but on {where}")
             return False
-        ended = run_tests(copy, BASELINE)
-    print(ended.stdout.strip().splitlines()[-1])
-    if ended.returncode != 0:
-        print(ended.stdout[-3000:])
-    return ended.returncode == 0
+        runs = [run_tests(copy, BASELINE), run_tests(copy, CUDA_BASELINE, emulated=True)]
+    print("; ".join(ended.stdout.strip().splitlines()[-1] for ended in runs))
+    for ended in runs:
+        if ended.returncode != 0:
+            print(ended.stdout[-3000:])
+    return all(ended.returncode == 0 for ended in runs)
 
 
 def main(words: list[str]) -> int:

@@ -149,10 +149,21 @@ def demo(
 
 
 @app.command()
-def doctor() -> int:
+def doctor(
+    compile_for: Annotated[
+        str | None,
+        typer.Option(
+            "--compile",
+            metavar="ARCH",
+            help="Compile every CUDA kernel for this architecture (sm_90a); needs no GPU.",
+        ),
+    ] = None,
+) -> int:
     """Say which backends this machine has, and why it lacks the others."""
     from . import doctor
 
+    if compile_for is not None:
+        return doctor.compile_kernels(Console(), compile_for)
     return doctor.run(Console())
 
 

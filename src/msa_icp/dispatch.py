@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from . import checks
 
-NAMES = ("triton", "torch")
+NAMES = ("triton", "cuda", "torch")
 """Backend names; `msa_icp.<name>_backend` is the package of each. The better of a GPU comes first."""
 
 AUTOMATIC = ("cake", "auto")
@@ -36,48 +37,62 @@ def is_supported(device: torch.device | str) -> bool:
     return any(reason is None for reason in backends(device).values())
 
 
-_resolved: dict[tuple[str, torch.device], ModuleType] = {}
-"""What `resolve` has found. A backend that serves a device does so until the process ends."""
-
-
-def resolve(backend: str, device: torch.device) -> ModuleType:
+def resolve(backend: str, device: torch.device, op: str | None = None) -> ModuleType:
     """The package of the backend that a call with `backend=` on `device` runs in.
 
-    Raises ValueError for an unknown name, and for a backend that does not serve the device, with the
-    reason.
+    With `op`, the name of a backend function, it is one that has that op. Raises ValueError for an unknown
+    name, and for a backend that does not serve the device or has not the op, with the reason.
     """
-    try:
-        return _resolved[backend, device]
-    except (KeyError, TypeError):  # TypeError: what is no name need not be hashable either
-        pass
-    package = _resolve(backend, device)
-    _resolved[backend, device] = package
-    return package
-
-
-def _resolve(backend: str, device: torch.device) -> ModuleType:
     if backend in AUTOMATIC:
+        reasons = {}
         for name in _by_preference(device):
-            package = _package(name)
-            if package.unavailable(device) is None:
-                return package
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in backends(device).items())
-        raise ValueError(f"backend: no backend serves {device} ({reasons})")
+            reasons[name] = _why_not(name, device, op)
+            if reasons[name] is None:
+                return _package(name)
+        raise ValueError(
+            f"backend: no backend serves {device} ({'; '.join(f'{n}: {r}' for n, r in reasons.items())})"
+        )
     if backend not in NAMES:
         known = ", ".join(repr(name) for name in AUTOMATIC + NAMES)
         raise ValueError(f"backend: must be one of {known}, was {backend!r}")
-    package = _package(backend)
-    reason = package.unavailable(device)
+    reason = _why_not(backend, device, op)
     if reason is not None:
         raise ValueError(f"backend: {backend!r} does not serve {device}: {reason}")
-    return package
+    return _package(backend)
+
+
+def _why_not(name: str, device: torch.device, op: str | None) -> str | None:
+    package = _package(name)
+    reason = package.unavailable(device)
+    if reason is None and op is not None and op not in package.__all__:
+        return f"it has no {op}; backend='auto' chooses one that has"
+    return str(reason) if reason is not None else None
+
+
+_found: dict[tuple[str, str, torch.device], Callable[..., None]] = {}
+"""What `implementation` has found. A backend that serves a device does so until the process ends."""
+
+
+def implementation(op: str, backend: str, device: torch.device) -> Callable[..., None]:
+    """The function that does `op` in a call with `backend=` on `device`; raises as `resolve` does."""
+    try:
+        return _found[op, backend, device]
+    except (KeyError, TypeError):  # TypeError: what is no name need not be hashable either
+        pass
+    function: Callable[..., None] = getattr(resolve(backend, device, op), op)
+    _found[op, backend, device] = function
+    return function
 
 
 def warmup(device: torch.device | str, backend: str = "cake") -> None:
-    """Compile and load every kernel of the chosen backend, before the first exchange.
+    """Compile and load every kernel that a call with `backend=` may need, before the first exchange.
 
     A kernel that is first loaded while a peer waits for it stalls both, and none can be loaded while
     a CUDA graph is being captured. Raises ValueError as the entry points do for `backend`.
     """
     where = checks.device("device", device)
-    resolve(backend, where).warmup(where)
+    packages = [resolve(backend, where)]
+    if backend in AUTOMATIC and where.type != "cpu":  # an op that the best backend has not is another's
+        packages = [_package(name) for name, reason in backends(where).items() if reason is None]
+    for package in packages:
+        package.warmup(where)

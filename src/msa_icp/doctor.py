@@ -1,4 +1,5 @@
-"""`msa-icp doctor`: what this machine can run, and for each missing backend the reason."""
+"""`msa-icp doctor`: what this machine can run, for each missing backend the reason, and what the CUDA kernels
+compile to."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
 from rich.table import Table
 
 from . import __version__, dispatch
@@ -26,9 +29,46 @@ def run(console: Console) -> int:
     for device, name in _devices():
         for backend, reason in dispatch.backends(device).items():
             state = "[green]yes[/green]" if reason is None else "[yellow]no[/yellow]"
-            table.add_row(name, backend, state, reason or "")
+            table.add_row(name, backend, state, escape(reason or ""))
     console.print(table)
     return 0 if dispatch.is_supported("cpu") else 1
+
+
+def compile_kernels(console: Console, architecture: str) -> int:
+    """Compile every CUDA kernel for `architecture` and print what it takes; no GPU is needed.
+
+    Returns 0 where all compile and none spills registers, else 1.
+    """
+    from .cuda_backend import kernels, not_installed
+
+    missing = not_installed()
+    if missing is not None:
+        console.print(f"The CUDA kernels cannot be compiled: {missing}", style="red", markup=False)
+        return 1
+    table = Table(title=f"CUDA kernels for {architecture}, NVRTC {_nvrtc_version()}")
+    table.add_column("kernel")
+    for heading in ("registers", "shared memory, bytes", "spilled, bytes"):
+        table.add_column(heading, justify="right")
+    bad = 0
+    for kernel in track(list(kernels()), "compiling", console=console, transient=True):
+        try:
+            report = kernel.variant.report(architecture)
+        except Exception as error:  # whatever the compiler raises is what the user is to read
+            bad += 1
+            console.print(f"{kernel.variant.name}: {error}", style="red", markup=False)
+            continue
+        bad += report.spills > 0
+        spills = f"[red]{report.spills}[/red]" if report.spills else "0"
+        table.add_row(kernel.variant.name, str(report.registers), str(report.shared), spills)
+    console.print(table)
+    return 1 if bad else 0
+
+
+def _nvrtc_version() -> str:
+    from cuda.bindings import nvrtc
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    return f"{major}.{minor}"
 
 
 def _devices() -> Iterator[tuple[torch.device, str]]:

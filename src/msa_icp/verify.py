@@ -8,7 +8,6 @@ everything after the scores is compared bit for bit.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,8 @@ from .storage import ReceiveStorage
 if TYPE_CHECKING:
     from rich.console import Console
 
+KERNEL_BACKENDS = ("triton", "cuda")
+"""On a CPU they run interpreted or emulated."""
 BITWISE = ("torch",)
 """Backends that compute canonical scores for all inputs."""
 CPU_EXCHANGE_ONLY = ("torch",)
@@ -341,8 +342,8 @@ def unsharded(case: DecodeCase) -> list[list[list[int]]]:
 
 
 def is_slow(backend: str, device: str) -> bool:
-    """Whether kernels run in an interpreter, hundreds of times slower than compiled ones."""
-    return backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether kernels run in an interpreter or an emulator, hundreds of times slower than compiled ones."""
+    return backend in KERNEL_BACKENDS and device == "cpu"
 
 
 def batches() -> Iterator[DecodeCase]:

@@ -132,7 +132,7 @@ def msa_icp_decode_index_score_sharded(
         max_decode_query_len=max_decode_query_len,
         enable_pdl=enable_pdl,
     )
-    dispatch.resolve(backend, index_q.device).decode_index_score_sharded(
+    dispatch.implementation("decode_index_score_sharded", backend, index_q.device)(
         index_q,
         index_k,
         block_table,
@@ -215,7 +215,7 @@ def msa_icp_topk_select_publish(
         index_scale=index_scale,
         index_offset=index_offset,
     )
-    dispatch.resolve(backend, scores.device).topk_select_publish(
+    dispatch.implementation("topk_select_publish", backend, scores.device)(
         scores,
         num_valid_pages,
         recv_bases,
@@ -291,7 +291,7 @@ def msa_icp_merge_candidates(
         enable_pdl=enable_pdl,
         prefill=prefill,
     )
-    dispatch.resolve(backend, recv_slot.device).merge_candidates(
+    dispatch.implementation("merge_candidates", backend, recv_slot.device)(
         recv_slot,
         num_valid_pages,
         output,
@@ -372,7 +372,7 @@ def msa_icp_decode_score_publish(
         spin_limit=spin_limit,
         enable_pdl=enable_pdl,
     )
-    dispatch.resolve(backend, index_q.device).decode_score_publish(
+    dispatch.implementation("decode_score_publish", backend, index_q.device)(
         index_q,
         index_k,
         block_table,
@@ -436,6 +436,6 @@ def write_index_keys(
         world_size=world_size,
         page_size=page_size,
     )
-    dispatch.resolve(backend, keys.device).write_index_keys(
+    dispatch.implementation("write_index_keys", backend, keys.device)(
         keys, positions, request_index, block_table, index_k, layout=shard
     )

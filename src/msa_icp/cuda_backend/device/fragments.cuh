@@ -1,0 +1,60 @@
+// Matrix fragments of e4m3 rows.
+//
+// A dot product does not mind in which order the 128 dimensions are added, as long as keys and queries agree. So
+// a lane takes 16 contiguous bytes of each half of its row: 4 bytes are its share of one 16-wide step, and
+// the eight steps need two 16-byte loads a row. The order of the steps is the same for every query length.
+
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+
+constexpr int kHeads = 4;
+constexpr int kDim = 128;
+constexpr int kSteps = kDim / 16;
+constexpr int kGroup = 8;  // query rows of one matrix instruction
+constexpr int kHalf = kDim / 2;
+
+// The lane's share of step `step` of a row of which it holds the two `halves`: two registers of a fragment.
+__device__ __forceinline__ void step_share(const Words (&halves)[2], int step, unsigned& low, unsigned& high) {
+  const unsigned bytes = halves[step / 4].word[step % 4];
+  low = e4m3x2_to_fp16x2(static_cast<unsigned short>(bytes));
+  high = e4m3x2_to_fp16x2(static_cast<unsigned short>(bytes >> 16));
+}
+
+// Eight query rows: lane g * 4 + t holds its share of row g.
+struct QueryFragment {
+  unsigned share[kSteps][2];
+
+  // `row` points to the lane's row, or is null for a row that does not exist.
+  __device__ __forceinline__ void take(const unsigned char* row, int lane) {
+    Words halves[2] = {};
+    if (row != nullptr) {
+      const unsigned char* from = row + lane % 4 * 16;
+      halves[0] = load(reinterpret_cast<const Words*>(from));
+      halves[1] = load(reinterpret_cast<const Words*>(from + kHalf));
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) step_share(halves, step, share[step][0], share[step][1]);
+  }
+};
+
+// Dot products of 16 key rows in shared memory with kGroups times eight query rows.
+template <int kGroups>
+__device__ __forceinline__ void score_rows(float (&sums)[kGroups][4], const unsigned char* keys, int lane,
+                                           const QueryFragment (&queries)[kGroups]) {
+  const unsigned char* from = keys + lane / 4 * kDim + lane % 4 * 16;
+  const Words upper[2] = {load_shared(from), load_shared(from + kHalf)};
+  const Words lower[2] = {load_shared(from + 8 * kDim), load_shared(from + 8 * kDim + kHalf)};
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[group][i] = 0.0f;
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    unsigned a[4];
+    step_share(upper, step, a[0], a[2]);
+    step_share(lower, step, a[1], a[3]);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) multiply_add(sums[group], a, queries[group].share[step]);
+  }
+}

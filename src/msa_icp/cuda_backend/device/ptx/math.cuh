@@ -1,0 +1,39 @@
+// Numbers: e4m3 to fp16, matrix products with FP32 sums, maxima.
+
+// Two e4m3 values, the low byte first, as two fp16 values. Exact for all 256 bytes; NaN stays NaN.
+__device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short pair) {
+  unsigned halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  return halves;
+}
+
+// sums += a * b: a is 16 x 16, b is 16 x 8, sums is 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds
+//   a[0], a[1]: rows g and g + 8, k = 2 t and 2 t + 1;  a[2], a[3]: the same rows, k = 2 t + 8 and 2 t + 9
+//   b[0], b[1]: column g, k = 2 t and 2 t + 1, k = 2 t + 8 and 2 t + 9
+//   sums[0], sums[1]: row g, columns 2 t and 2 t + 1;   sums[2], sums[3]: row g + 8, the same columns
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The larger one, or the one that is a number.
+__device__ __forceinline__ float larger(float a, float b) {
+  float result;
+  asm("max.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+__device__ __forceinline__ float minus_infinity() {
+  return __int_as_float(0xff800000);
+}
+
+__device__ __forceinline__ int bits_of(float value) {
+  return __float_as_int(value);
+}
+
+__device__ __forceinline__ float float_of(int bits) {
+  return __int_as_float(bits);
+}

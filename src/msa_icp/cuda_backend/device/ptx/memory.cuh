@@ -1,0 +1,97 @@
+// Loads, stores and bulk copies. `Words` is 16 bytes, what one thread moves at once.
+
+struct alignas(16) Words {
+  unsigned word[4];
+};
+
+__device__ __forceinline__ int load(const int* from) {
+  int value;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float load(const float* from) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ long long load(const long long* from) {
+  long long value;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ Words load(const Words* from) {
+  Words value;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
+               : "l"(from)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store(int* to, int value) {
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store(Words* to, const Words& value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
+               : "memory");
+}
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ Words load_shared(const unsigned char* from) {
+  Words value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
+               : "r"(shared_address(from))
+               : "memory");
+  return value;
+}
+
+// Barriers in shared memory that count the bytes of bulk copies. One thread makes a barrier, announces the
+// bytes and starts the copies; any thread may wait, once the warp has met after the barrier was made.
+using Barrier = unsigned long long;
+
+__device__ __forceinline__ void make_barrier(Barrier* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Makes new barriers visible to the copy engine.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts a copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) into shared memory. The keys are
+// read once a launch, so their lines may leave the L2 first.
+__device__ __forceinline__ void copy_to_shared(unsigned char* to, const unsigned char* from, unsigned bytes,
+                                               Barrier* barrier) {
+  const unsigned at = shared_address(barrier);
+  unsigned long long policy;
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(at), "l"(policy)
+      : "memory");
+}
+
+// `parity`: 0 for the barrier's first use, 1 for its second, 0 for its third.
+__device__ __forceinline__ void wait_for_copy(Barrier* barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}

@@ -1,0 +1,19 @@
+// Section 2 of the contract for one layout: which key a local row of a page is.
+
+template <int kPage, int kWorld>
+struct Shard {
+  static constexpr int kRows = kPage / kWorld;
+  static constexpr bool kInterleaved = kPage == 128;
+
+  // Position of local row `row` of page column `column`; `rank` is this rank.
+  static __device__ __forceinline__ int position(int column, int row, int rank) {
+    if constexpr (kInterleaved) return kPage * column + row * kWorld + rank;
+    return kPage * column + kRows * rank + row;
+  }
+
+  // Local row of the key at `within` of its page, or -1 where another rank holds it.
+  static __device__ __forceinline__ int row(int within, int rank) {
+    if constexpr (kInterleaved) return within % kWorld == rank ? within / kWorld : -1;
+    return within / kRows == rank ? within % kRows : -1;
+  }
+};

@@ -1,0 +1,218 @@
+"""From a `.cu` file to a launch: sources are put together, compiled through NVRTC, kept on disk, loaded.
+
+A *variant* is a source with its constants; it holds one kernel of the source's name, whose only parameter
+is a struct of 64-bit words, `Arguments`. What is loaded is kept here, so that one launch packs the words
+and calls the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import re
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCES = Path(__file__).parent
+ARCHITECTURE = "sm_90a"
+PTX_HEADERS = SOURCES / "device" / "ptx"
+
+_INCLUDE = re.compile(r'#include "(.+)"')
+
+
+def assemble(source: str, ptx_headers: Path = PTX_HEADERS) -> str:
+    """The text of `<source>.cu` with every header in its place, once: what NVRTC and its cache are given.
+
+    `ptx_headers` is where the headers of device/ptx are taken from.
+    """
+    done: set[Path] = set()
+
+    def text_of(path: Path) -> str:
+        if path in done:
+            return ""
+        done.add(path)
+        lines = []
+        for line in path.read_text().splitlines():
+            include = _INCLUDE.fullmatch(line)
+            if include is None:
+                lines.append(line)
+                continue
+            header = (path.parent / include[1]).resolve()
+            lines.append(text_of(ptx_headers / header.name if header.parent == PTX_HEADERS else header))
+        return "\n".join(lines)
+
+    return text_of(SOURCES / f"{source}.cu") + "\n"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler says of a variant, in a thread's registers and in bytes."""
+
+    registers: int
+    shared: int
+    spills: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A source and the constants that it is compiled with."""
+
+    source: str
+    constants: tuple[tuple[str, int], ...]
+
+    @property
+    def name(self) -> str:
+        """For a reader."""
+        return " ".join([self.source, *(f"{name}={value}" for name, value in self.constants)])
+
+    def text(self, ptx_headers: Path = PTX_HEADERS) -> str:
+        """The whole source."""
+        defines = "".join(f"#define {name} {value}\n" for name, value in self.constants)
+        return defines + assemble(self.source, ptx_headers)
+
+    def compile(self, architecture: str = ARCHITECTURE) -> Any:
+        """The compiled program (`cuda.core.ObjectCode`), from the disk cache where it is there."""
+        from cuda.core import Program
+
+        program = Program(self.text(), "c++", self._options(architecture))
+        return program.compile("cubin", cache=_disk_cache())
+
+    def report(self, architecture: str = ARCHITECTURE) -> Report:
+        """Compile, past the cache, and read what the assembler reports. Needs no GPU."""
+        from cuda.core import Program
+
+        log = io.StringIO()
+        options = self._options(architecture, ptxas_options="-v")
+        Program(self.text(), "c++", options).compile("cubin", logs=log)
+        return Report(
+            registers=_sum(r"Used (\d+) registers", log.getvalue()),
+            shared=_sum(r"(\d+) bytes smem", log.getvalue(), needed=False),
+            spills=_sum(r"(\d+) bytes spill (?:stores|loads)", log.getvalue()),
+        )
+
+    def _options(self, architecture: str, **more: Any) -> Any:
+        from cuda.core import ProgramOptions
+
+        return ProgramOptions(name=self.source, arch=architecture, std="c++17", **more)
+
+
+def _sum(pattern: str, log: str, *, needed: bool = True) -> int:
+    found = re.findall(pattern, log)
+    if needed and not found:
+        raise RuntimeError(f"the compiler's report has no {pattern!r}:\n{log}")
+    return sum(map(int, found))
+
+
+@functools.cache
+def _disk_cache() -> Any:
+    """Compiled kernels of this user, shared by processes; None where nothing can be written."""
+    from cuda.core.utils import FileStreamProgramCache
+
+    try:
+        return FileStreamProgramCache()
+    except OSError:
+        return None
+
+
+class Kernel:
+    """A variant that can be launched."""
+
+    def __init__(self, variant: Variant, threads: int, words: int) -> None:
+        self.variant = variant
+        self.threads = threads
+        self._words = struct.Struct(f"{words}q")
+        self._loaded: dict[int, Any] = {}
+        self._packed = threading.local()
+
+    def __call__(
+        self, grid: tuple[int, int, int], words: Sequence[int], device: torch.device, *, dependent: bool
+    ) -> None:
+        """Launch on the current stream of `device`; `dependent` means programmatic dependent launch."""
+        with _current(device):
+            function = self._loaded.get(device.index)
+            if function is None:
+                function = self.load(device)
+            stream = torch.cuda.current_stream(device).cuda_stream
+            self._launch(function, grid, words, stream, dependent)
+
+    @staticmethod
+    @functools.cache
+    def multiprocessors(device: torch.device) -> int:
+        """Multiprocessors of a device."""
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+    def load(self, device: torch.device) -> Any:
+        """Compile and load on `device`, where that has not been done."""
+        from cuda.bindings import driver
+        from cuda.core import Device
+
+        if device.index not in self._loaded:
+            with _current(device):
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        f"{self.variant.source} is not loaded on {device} yet, and nothing can be loaded "
+                        f"while a CUDA graph is captured: call msa_icp.warmup({str(device)!r}) before"
+                    )
+                Device(device.index).set_current()
+                code = self.variant.compile()
+                kernel = driver.CUkernel(int(code.get_kernel(self.variant.source).handle))
+                # Libraries load lazily: asking for the function is what loads the kernel.
+                function = _checked(driver.cuKernelGetFunction(kernel))
+                self._code = code  # owns what the function is part of
+                self._loaded[device.index] = function
+        return self._loaded[device.index]
+
+    def _launch(
+        self, function: Any, grid: tuple[int, int, int], words: Sequence[int], stream: int, dependent: bool
+    ) -> None:
+        from cuda.bindings import driver
+
+        packed = self._packed
+        if not hasattr(packed, "buffer"):
+            packed.buffer = ctypes.create_string_buffer(self._words.size)
+            packed.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(packed.buffer))
+            packed.address = ctypes.addressof(packed.parameters)
+            packed.configs = [self._config(dependent=False), self._config(dependent=True)]
+        self._words.pack_into(packed.buffer, 0, *words)
+        config = packed.configs[dependent]
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.hStream = driver.CUstream(stream)
+        _checked(driver.cuLaunchKernelEx(config, function, packed.address, 0))
+
+    def _config(self, *, dependent: bool) -> Any:
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        if dependent:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        return config
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """What a call of the driver returned; RuntimeError with the driver's words where it failed."""
+    from cuda.bindings import driver
+
+    status, *values = answer
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        raise RuntimeError(f"CUDA: {status.name}: {text.decode() if text else 'unknown error'}")
+    return values[0] if values else None
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    if device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

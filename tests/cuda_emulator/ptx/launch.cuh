@@ -1,0 +1,5 @@
+// Stands in for device/ptx/launch.cuh.
+
+inline void wait_for_predecessor() { emulator::wait_for_predecessor(); }
+
+inline void release_dependents() {}

@@ -1,0 +1,25 @@
+// Stands in for device/ptx/warp.cuh.
+
+constexpr int kWarpSize = 32;
+
+inline int from_lane(int value, int lane) { return emulator::gather("a shuffle from a lane", value).of[lane]; }
+
+inline float from_lane_across(float value, int distance) {
+  return emulator::gather("a shuffle across", value).of[emulator::lane() ^ distance];
+}
+
+inline int from_lane_across(int value, int distance) {
+  return emulator::gather("a shuffle across", value).of[emulator::lane() ^ distance];
+}
+
+inline bool true_for_all(bool value) {
+  const auto all = emulator::gather("a vote", value);
+  for (const bool one : all.of) {
+    if (!one) return false;
+  }
+  return true;
+}
+
+inline void meet_warp() { emulator::gather("a warp barrier", 0); }
+
+inline void meet_cta() { emulator::meet_cta(); }
