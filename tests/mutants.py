@@ -366,6 +366,11 @@ MUTANTS = (
         REMEMBERED_TESTS,
     ),
     Mutant(
+        "nothing is found again",
+        ((REMEMBER, "return accepted[{key}]", "return accepted[0, {key}]"),),
+        REMEMBERED_TESTS,
+    ),
+    Mutant(
         "every accepted call is kept",
         ((REMEMBER, "len(accepted) >= LIMIT", "False"),),
         REMEMBERED_TESTS,

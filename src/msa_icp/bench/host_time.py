@@ -41,8 +41,17 @@ class Row:
     """The whole call, launch included; on a GPU."""
 
 
-def calls(device: torch.device, backend: str) -> dict[str, Callable[[], None]]:
-    """One call of every op, by the op's name. None of them waits for another rank."""
+class Workload:
+    """One call of every op, by the op's name, none of which waits for another rank."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        # A publish writes through addresses: what lies there must live as long as the calls do.
+        self._group = ReceiveStorage.in_process(LAYOUT.world_size, capacity=REQUESTS, device=device)
+        self.calls = _calls(self._group[LAYOUT.rank], backend)
+
+
+def _calls(storage: ReceiveStorage, backend: str) -> dict[str, Callable[[], None]]:
+    device = storage.device
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -50,7 +59,6 @@ def calls(device: torch.device, backend: str) -> dict[str, Callable[[], None]]:
     def e4m3(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
 
-    storage = ReceiveStorage.in_process(LAYOUT.world_size, capacity=REQUESTS, device=device)[LAYOUT.rank]
     keys = e4m3(REQUESTS, LAYOUT.rows, HEAD_DIM)
     queries, table, lens = e4m3(REQUESTS, NUM_HEADS, HEAD_DIM), ints(REQUESTS, COLUMNS), ints(REQUESTS) + 99
     scores = torch.zeros((REQUESTS, NUM_HEADS, COLUMNS), dtype=torch.float32, device=device)
@@ -119,7 +127,8 @@ def rows(device: torch.device) -> Iterator[Row]:
     """Measure every op and yield its row as soon as it is there."""
     where = torch.empty(0, device=device).device  # with its index
     package = dispatch.resolve("cake", where)
-    for op, call in calls(where, "cake").items():
+    work = Workload(where, "cake")
+    for op, call in work.calls.items():
         with _stand_in(package, op) as seen:
             checks = time_host(call, where)
         arguments, options = seen[0]
@@ -171,19 +180,14 @@ def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> f
 
 
 class _NothingLoaded(dict[Any, Any]):
-    """For every variant a compiled kernel that launches nothing."""
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return self.run
-
-        def run(self, *arguments: Any) -> None:
-            pass
+    """For every variant a launcher that does nothing."""
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self._kernel
+        return _launch_nothing
 
-    _kernel = Kernel()
+
+def _launch_nothing(*arguments: Any) -> None:
+    pass
 
 
 def document(device: torch.device, measured: list[Row], *, date: str, commit: str) -> dict[str, Any]:
