@@ -368,22 +368,27 @@ MUTANTS = (
     Mutant(
         "an output that requires a gradient passes",
         ((REMEMBER, ", {0}.requires_grad", ""),),
-        REMEMBERED_TESTS,
+        (*REMEMBERED_TESTS[:2], "gradient"),
     ),
     Mutant(
         "what a subclass answered is remembered",
         ((REMEMBER, "all(t is None or type(t) is Tensor for t in arguments)", "True"),),
-        REMEMBERED_TESTS,
+        (*REMEMBERED_TESTS[:2], "subclass"),
     ),
     Mutant(
         "what a number of another type was is remembered",
         ((REMEMBER, "type(n) in NUMBERS for n in numbers.values()", "True for n in numbers.values()"),),
-        REMEMBERED_TESTS,
+        (*REMEMBERED_TESTS[:2], "mind"),
+    ),
+    Mutant(
+        "nothing is found again",
+        ((REMEMBER, "return accepted[{key}]", "return accepted[0, {key}]"),),
+        (*REMEMBERED_TESTS[:2], "reaches_no_rule"),
     ),
     Mutant(
         "every accepted call is kept",
         ((REMEMBER, "len(accepted) >= LIMIT", "False"),),
-        REMEMBERED_TESTS,
+        (*REMEMBERED_TESTS[:2], "bounded"),
     ),
     Mutant(
         "a kernel masks the second half of a fragment by the first",

@@ -298,6 +298,20 @@ def test_the_rules_look_at_nothing_that_is_not_remembered(name):
     assert all(SIXTEEN % modulus == 0 for modulus in Recorder.moduli)
 
 
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_accepted_call_reaches_no_rule(name, monkeypatch):
+    check, arguments = checked(name)
+    first = check(**arguments)
+    other = checked(name)[1]  # other tensors of the same kind
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("a rule")
+
+    monkeypatch.setattr(checks.decode, "tensor", refuse)
+    assert refusal(check.__wrapped__, other) == "a rule"
+    assert check(**other) is first
+
+
 @pytest.fixture
 def calls_of_a_rule() -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
     """A remembering check of one tensor and one number, and the calls that reached its rules."""

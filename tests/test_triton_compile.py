@@ -108,6 +108,7 @@ def compile_for(target: str) -> None:
 def count_compilations() -> None:
     """Calls that differ in addresses, strides, batch and values, over stand-ins for compiled kernels."""
     import torch
+    import triton
     from calls import publish_call
     from helpers import random_scores
 
@@ -117,12 +118,26 @@ def count_compilations() -> None:
 
     compiled: list[tuple[Any, ...]] = []
     launches: list[tuple[int, ...]] = []
+    hooked: list[tuple[int, ...]] = []
 
     class Compiled:
-        run = None
+        """A stand-in for what Triton compiles and loads."""
+
+        function, packed_metadata = "function", "metadata"
+
+        def run(self, *words: Any) -> None:
+            assert words[3:9] == ("stream of None", "function", "metadata", None, None, None)
+            launches.append(words[:3])
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments: launches.append(grid)
+            return lambda *words: hooked.append(grid)
+
+    class Driver:
+        @staticmethod
+        def get_current_stream(device_index: int | None) -> str:
+            return f"stream of {device_index}"
+
+    triton.runtime.driver.set_active(Driver())
 
     def compile_variant(self: Kernel, constants: tuple[Any, ...]) -> Compiled:
         compiled.append((self.function.__name__, constants))
@@ -163,6 +178,17 @@ def count_compilations() -> None:
         triton_backend.topk_select_publish(**arguments)
     assert len(launches) == 11
     assert len(compiled) == 3
+
+    # A profiler that hooks launches gets what Triton prepares for it.
+    hooks = triton.knobs.runtime
+    for number, hook in enumerate((hooks.launch_enter_hook, hooks.launch_exit_hook), 1):
+        hook.add(print)
+        triton_backend.topk_select_publish(**arguments)
+        hook.remove(print)
+        assert hooked == [(6, 4, 1)] * number
+    triton_backend.topk_select_publish(**arguments)
+    assert launches[-1] == (6, 4, 1)
+    assert len(launches) == 12
 
     torch.cuda.is_current_stream_capturing = lambda: True
     triton_backend.topk_select_publish(**arguments)  # it is loaded

@@ -12,6 +12,7 @@ does in which order is what makes it short (see `_score_tile`).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -279,6 +280,27 @@ def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
                 yield variant(layout, groups * target.dot_rows // NUM_HEADS, target, *launch)
 
 
+@lru_cache(1024)
+def _plan(
+    schedule: Schedule,
+    layout: ShardLayout,
+    query_len: int,
+    target: Target,
+    columns: int,
+    requests: int,
+    enable_pdl: bool,
+) -> tuple[Kernel, tuple[int, int], tuple[Any, ...]]:
+    """The kernel of a launch, its grid and its constants."""
+    tiles = ceil_div(columns * layout.rows, _tile_rows(layout))
+    programs = min(tiles, max(1, schedule.programs // requests))
+    dependent = enable_pdl and target.dependent_launch
+    residents = schedule.residents(target, wide=_groups(query_len, target) > 1)
+    one_tile = programs == tiles
+    one_wave = dependent and one_tile and tiles * requests <= residents
+    chosen, constants = variant(layout, query_len, target, dependent, one_tile, one_wave)
+    return chosen, (programs, requests), constants
+
+
 def launch_scores(
     index_q: Tensor,
     index_k: Tensor,
@@ -298,16 +320,12 @@ def launch_scores(
     requests = seq_lens.shape[0]
     if requests == 0:
         return
-    target = target_of(index_q.device)
-    tiles = ceil_div(columns * layout.rows, _tile_rows(layout))
-    programs = min(tiles, max(1, SCHEDULE.programs // requests))
-    dependent = enable_pdl and target.dependent_launch
-    residents = SCHEDULE.residents(target, wide=_groups(decode_query_len, target) > 1)
-    one_tile = programs == tiles
-    one_wave = dependent and one_tile and tiles * requests <= residents
-    chosen, constants = variant(layout, decode_query_len, target, dependent, one_tile, one_wave)
+    device = index_q.device
+    chosen, grid, constants = _plan(
+        SCHEDULE, layout, decode_query_len, target_of(device), columns, requests, enable_pdl
+    )
     chosen(
-        (programs, requests),
+        grid,
         (
             index_q,
             index_k,
@@ -326,7 +344,7 @@ def launch_scores(
             layout.key_position(0, 0),
         ),
         constants,
-        index_q.device,
+        device,
     )
 
 

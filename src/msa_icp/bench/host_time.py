@@ -1,0 +1,195 @@
+"""Host time of one eager call of every decode entry point, and what it is made of.
+
+The batch is so small that the device is done before the host: what counts is the host's work, which does not
+depend on the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import msa_icp
+from msa_icp import ReceiveStorage, dispatch, num_valid_pages
+from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, decode_pool_bytes
+
+from .measure import time_host, versions
+
+REQUESTS = 4
+COLUMNS = 8
+LAYOUT = ShardLayout(world_size=4, rank=1, page_size=128)
+PREFIX = "msa_icp_"
+"""An entry point is called like its op, but for this."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of one call, by its parts; None: not to be had here."""
+
+    op: str
+    checks: float
+    """The entry point with a backend that does nothing: checks, dispatch and the calls themselves."""
+    triton_op: float | None
+    """The Triton backend's op alone, with a launcher that does nothing."""
+    whole: float | None
+    """The whole call, launch included; on a GPU."""
+
+
+class Workload:
+    """One call of every op, by the op's name, none of which waits for another rank."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        # A publish writes through addresses: what lies there must live as long as the calls do.
+        self._group = ReceiveStorage.in_process(LAYOUT.world_size, capacity=REQUESTS, device=device)
+        self.calls = _calls(self._group[LAYOUT.rank], backend)
+
+
+def _calls(storage: ReceiveStorage, backend: str) -> dict[str, Callable[[], None]]:
+    device = storage.device
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def e4m3(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+
+    keys = e4m3(REQUESTS, LAYOUT.rows, HEAD_DIM)
+    queries, table, lens = e4m3(REQUESTS, NUM_HEADS, HEAD_DIM), ints(REQUESTS, COLUMNS), ints(REQUESTS) + 99
+    scores = torch.zeros((REQUESTS, NUM_HEADS, COLUMNS), dtype=torch.float32, device=device)
+    valid = num_valid_pages(lens, 1)
+    target: dict[str, Any] = {
+        "slot": 0,
+        "rank": LAYOUT.rank,
+        "world_size": LAYOUT.world_size,
+        "capacity": storage.capacity,
+        "force_begin_blocks": 1,
+        "force_end_blocks": 1,
+        "generations": storage.publish_generations,
+        "enable_pdl": True,
+        "backend": backend,
+    }
+    shard: dict[str, Any] = {
+        "rank": LAYOUT.rank,
+        "world_size": LAYOUT.world_size,
+        "page_size": LAYOUT.page_size,
+    }
+    return {
+        "decode_index_score_sharded": partial(
+            msa_icp.msa_icp_decode_index_score_sharded,
+            *(queries, keys, table, lens, scores),
+            **shard,
+            decode_query_len=1,
+            max_decode_query_len=8,
+            enable_pdl=True,
+            backend=backend,
+        ),
+        "topk_select_publish": partial(
+            msa_icp.msa_icp_topk_select_publish,
+            *(scores, valid, storage.tagged_recv_bases, storage.errors),
+            **target,
+            heads_per_rank=storage.heads_per_rank,
+        ),
+        "merge_candidates": partial(
+            msa_icp.msa_icp_merge_candidates,
+            *(storage.tagged_recv[0], valid, ints(REQUESTS, storage.heads_per_rank, 16), storage.errors),
+            init_blocks=1,
+            local_blocks=1,
+            spin_limit=1,
+            enable_pdl=True,
+            expected_generations=storage.expected_generations[0],
+            backend=backend,
+        ),
+        "decode_score_publish": partial(
+            msa_icp.msa_icp_decode_score_publish,
+            *(queries, keys, table, lens, valid),
+            torch.zeros(decode_pool_bytes(REQUESTS, NUM_HEADS), dtype=torch.uint8, device=device),
+            *(storage.tagged_recv_bases, storage.errors),
+            **target,
+            page_size=LAYOUT.page_size,
+            decode_query_len=1,
+        ),
+        "write_index_keys": partial(
+            msa_icp.write_index_keys,
+            *(e4m3(REQUESTS, HEAD_DIM), lens, ints(REQUESTS), table, keys),
+            **shard,
+            backend=backend,
+        ),
+    }
+
+
+def rows(device: torch.device) -> Iterator[Row]:
+    """Measure every op and yield its row as soon as it is there."""
+    where = torch.empty(0, device=device).device  # with its index
+    package = dispatch.resolve("cake", where)
+    work = Workload(where, "cake")
+    for op, call in work.calls.items():
+        with _stand_in(package, op) as seen:
+            checks = time_host(call, where)
+        arguments, options = seen[0]
+        yield Row(
+            op=op,
+            checks=round(checks, 2),
+            triton_op=_triton_op(op, arguments, options, where),
+            whole=round(time_host(call, where), 2) if where.type == "cuda" else None,
+        )
+
+
+@contextmanager
+def _stand_in(package: ModuleType, op: str) -> Iterator[list[tuple[Any, Any]]]:
+    """An op that does nothing in the place of a backend's; what it was called with the first time."""
+    seen: list[tuple[Any, Any]] = []
+
+    def nothing(*arguments: Any, **options: Any) -> None:
+        if not seen:
+            seen.append((arguments, options))
+
+    own = getattr(package, op)
+    setattr(package, op, nothing)
+    try:
+        yield seen
+    finally:
+        setattr(package, op, own)
+
+
+def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> float | None:
+    """Microseconds of the Triton backend's op up to the launcher; None without Triton, or interpreted."""
+    from msa_icp import triton_backend
+
+    try:
+        from msa_icp.triton_backend import launch
+    except ImportError:
+        return None
+    if launch.INTERPRETED:
+        return None
+    target = launch.target_of(device)
+    kernels = {kernel for variants in triton_backend.VARIANTS for kernel, _ in variants(target)}
+    loaded = {kernel: kernel._loaded for kernel in kernels}
+    for kernel in kernels:
+        kernel._loaded = _NothingLoaded()
+    try:
+        return round(time_host(partial(getattr(triton_backend, op), *arguments, **options), device), 2)
+    finally:
+        for kernel, own in loaded.items():
+            kernel._loaded = own
+
+
+class _NothingLoaded(dict[Any, Any]):
+    """For every variant a launcher that does nothing."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return _launch_nothing
+
+
+def _launch_nothing(*arguments: Any) -> None:
+    pass
+
+
+def document(device: torch.device, measured: list[Row], *, date: str, commit: str) -> dict[str, Any]:
+    """The JSON document of a run."""
+    return {**versions(device), "date": date, "commit": commit, "rows": [asdict(row) for row in measured]}

@@ -1,0 +1,40 @@
+"""The benchmark of host times runs here, and leaves the backends as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from msa_icp import dispatch
+from msa_icp.bench import host_time, measure
+
+OPS = {
+    "decode_index_score_sharded",
+    "topk_select_publish",
+    "merge_candidates",
+    "decode_score_publish",
+    "write_index_keys",
+}
+
+
+def test_every_op_has_a_row(monkeypatch):
+    monkeypatch.setattr(measure, "_BURSTS", 2)
+    monkeypatch.setattr(measure, "_BURST_CALLS", 3)
+    package = dispatch.resolve("cake", torch.device("cpu"))
+    before = {op: getattr(package, op) for op in OPS}
+    rows = {row.op: row for row in host_time.rows(torch.device("cpu"))}
+    assert rows.keys() == OPS
+    assert {op: getattr(package, op) for op in OPS} == before
+    for row in rows.values():
+        assert row.checks > 0
+        assert row.whole is None
+    document = host_time.document(torch.device("cpu"), list(rows.values()), date="today", commit="this")
+    assert [row["op"] for row in document["rows"]] == list(rows)
+
+
+@pytest.mark.exchange
+def test_the_calls_are_valid_and_wait_for_nobody(backend, device):
+    work = host_time.Workload(torch.device(device), backend)
+    for call in work.calls.values():
+        for _ in range(2):
+            call()
