@@ -40,10 +40,17 @@ def main() -> None:
     table = Table(
         title=f"Host time of a call, us, {facts['card']}, torch {facts['torch']}, triton {facts['triton']}"
     )
-    for column in ("op", "checks and dispatch", "Triton op up to the launch", "whole call"):
-        table.add_column(column, justify="left" if column == "op" else "right")
+    names = list(measured[0].whole)
+    headings = (
+        "op",
+        "checks and dispatch",
+        "Triton op up to the launch",
+        *(f"whole, {name}" for name in names),
+    )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "op" else "right")
     for row in measured:
-        parts = (row.checks, row.triton_op, row.whole)
+        parts = (row.checks, row.triton_op, *(row.whole[name] for name in names))
         table.add_row(row.op, *("-" if part is None else f"{part:.2f}" for part in parts))
     Console().print(table)
     if args.name is None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,8 +36,8 @@ class Row:
     """The entry point with a backend that does nothing: checks, dispatch and the calls themselves."""
     triton_op: float | None
     """The Triton backend's op alone, with a launcher that does nothing."""
-    whole: float | None
-    """The whole call, launch included; on a GPU."""
+    whole: dict[str, float]
+    """The whole call, launch included, for every backend with kernels for this GPU; empty on a CPU."""
 
 
 class Workload:
@@ -126,35 +125,35 @@ def _calls(storage: ReceiveStorage, backend: str) -> dict[str, Callable[[], None
 def rows(device: torch.device) -> Iterator[Row]:
     """Measure every op and yield its row as soon as it is there."""
     where = torch.empty(0, device=device).device  # with its index
-    package = dispatch.resolve("cake", where)
-    work = Workload(where, "cake")
-    for op, call in work.calls.items():
-        with _stand_in(package, op) as seen:
+    names = [name for name, reason in dispatch.backends(where).items() if reason is None and name != "torch"]
+    kernels = {name: Workload(where, name) for name in names if where.type == "cuda"}
+    for op, call in Workload(where, "cake").calls.items():
+        with _stand_in(op, "cake", where) as seen:
             checks = time_host(call, where)
         arguments, options = seen[0]
         yield Row(
             op=op,
             checks=round(checks, 2),
             triton_op=_triton_op(op, arguments, options, where),
-            whole=round(time_host(call, where), 2) if where.type == "cuda" else None,
+            whole={name: round(time_host(work.calls[op], where), 2) for name, work in kernels.items()},
         )
 
 
 @contextmanager
-def _stand_in(package: ModuleType, op: str) -> Iterator[list[tuple[Any, Any]]]:
-    """An op that does nothing in the place of a backend's; what it was called with the first time."""
+def _stand_in(op: str, backend: str, device: torch.device) -> Iterator[list[tuple[Any, Any]]]:
+    """An op that does nothing in the place of the backend's; what it was called with the first time."""
     seen: list[tuple[Any, Any]] = []
 
     def nothing(*arguments: Any, **options: Any) -> None:
         if not seen:
             seen.append((arguments, options))
 
-    own = getattr(package, op)
-    setattr(package, op, nothing)
+    own = dispatch.implementation(op, backend, device)
+    dispatch._found[op, backend, device] = nothing
     try:
         yield seen
     finally:
-        setattr(package, op, own)
+        dispatch._found[op, backend, device] = own
 
 
 def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> float | None:
