@@ -39,6 +39,7 @@ class Mutant:
 
 
 SCORER = "torch_backend/decode_index_score_sharded.py"
+EXACT = "torch_backend/exact.py"
 PUBLISH = "torch_backend/topk_select_publish.py"
 MERGE = "torch_backend/merge_candidates.py"
 RANKING = "torch_backend/ranking.py"
@@ -97,7 +98,7 @@ MUTANTS = (
         "a 32-bit offset",
         (
             (
-                SCORER,
+                EXACT,
                 "torch.index_select(_page_bytes(index_k), 0, pages, out=raw)",
                 "flat, width = index_k.view(torch.uint8), (rows * HEAD_DIM,)\n"
                 "    torch.stack([flat.as_strided(width, (1,), int(p) * index_k.stride(0) % 2**32)"
@@ -110,7 +111,7 @@ MUTANTS = (
         "a signed 32-bit offset",
         (
             (
-                SCORER,
+                EXACT,
                 "torch.index_select(_page_bytes(index_k), 0, pages, out=raw)",
                 "flat, width = index_k.view(torch.uint8), (rows * HEAD_DIM,)\n"
                 "    torch.stack([flat.as_strided(width, (1,), int(p) * index_k.stride(0) % 2**31)"
@@ -176,7 +177,7 @@ MUTANTS = (
     ),
     Mutant(
         "a NaN byte is a number",
-        ((SCORER, "if int(magnitude.max()) == 0x7F:", "if int(magnitude.max()) == 0xFF:"),),
+        ((EXACT, "if int(magnitude.max()) == 0x7F:", "if int(magnitude.max()) == 0xFF:"),),
         FIELD_TESTS,
     ),
     Mutant(
