@@ -74,9 +74,7 @@ def _window_limits(
 
 
 def plan_device(name: str, value: Any) -> torch.device:
-    """The device of a plan, with its index; None: the current CUDA device, the CPU where there is none."""
-    if value is None:
-        value = "cuda" if torch.cuda.is_available() else "cpu"
+    """The device of a plan, with its index where it is a CUDA device."""
     try:
         where = torch.device(value)
     except (RuntimeError, TypeError):
