@@ -151,7 +151,7 @@ def carrier_rules(call: str, tokens: int) -> list[Rule]:
 
 
 def segment_rules(call: str, *names: str) -> list[Rule]:
-    """Those of the lengths of the three segments, which come first, and of `names`, which must fit to them."""
+    """Those of the query lengths of the three segments, and of `names`, whose shapes must fit to them."""
     return [
         *tensor_rules(
             call,

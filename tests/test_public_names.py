@@ -39,8 +39,9 @@ SIGNATURES = {
         "qo_segment_lens, kv_segment_lens, num_qo_heads, *, qo_offset, device=None, backend='cake'"
     ),
     "msa_icp_index_score_sharded_plan_device": (
-        "qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset, num_qo_heads, *, "
-        "total_q, max_query_len, max_seq_len, packed_work_range, packed_work_info, workspace, backend='cake'"
+        "qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset, num_qo_heads, "
+        "*, total_q, max_query_len, max_seq_len, packed_work_range, packed_work_info, workspace, "
+        "backend='cake'"
     ),
     "msa_icp_index_score_plan_storage": "*, num_qo_heads, total_q, batch, device",
     "msa_icp_index_score_columns": "max_seq_len, page_size",
