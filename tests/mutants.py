@@ -413,7 +413,7 @@ MUTANTS = (
     Mutant(
         "prefill keys behind the columns",
         ((PREFILL_SCORER, "min(keys, BLOCK * plan.columns)", "keys"),),
-        PREFILL_WINDOW_TESTS,
+        ("test_prefill_windows.py", "-k", "test_nasty and bounds and 2-256"),
     ),
     Mutant(
         "the causal prefix of a tile's last token",
