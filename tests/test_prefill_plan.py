@@ -344,6 +344,48 @@ def test_the_device_plan_writes_nothing_but_its_words(backend, device):
         assert torch.equal(t, before[name]), name
 
 
+@pytest.mark.prefill
+def test_13_a_captured_plan_follows_its_metadata(backend, device):
+    """A graph plans what the metadata holds when it is replayed: long, empty, short, hostile, long."""
+    if device == "cpu":
+        pytest.skip("graphs are a GPU's")
+    msa_icp.warmup(device, backend)
+    case = prefill_case("", 2, 128, qo_lens=(130, 3, 65), kv_lens=(9000, 40, 700))
+    metadata = case.metadata(device)
+    arguments = {
+        **metadata,
+        "num_qo_heads": 4,
+        "total_q": case.total_q,
+        "max_query_len": case.total_q,
+        "max_seq_len": case.max_seq_len,
+        **storage_for(device, case.total_q, 3),
+        "backend": backend,
+    }
+    msa_icp.msa_icp_index_score_sharded_plan_device(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        msa_icp.msa_icp_index_score_sharded_plan_device(**arguments)
+    for qo, kv, first in (
+        ((130, 3, 65), (9000, 40, 700), (8870, 37, 635)),
+        ((0, 0, 0), (0, 40, 0), (0, 0, 0)),
+        ((0, 1, 64), (7, 40, 64), (7, 39, 0)),
+        ((-5, 2**31 - 1, 3), (2**31 - 1, -9, 2**31 - 1), (5, -7, 2**31 - 1)),
+        ((130, 3, 65), (9000, 40, 700), (8870, 37, 635)),
+    ):
+        for name, values in (("qo_segment_lens", qo), ("kv_segment_lens", kv), ("qo_offset", first)):
+            metadata[name].copy_(int32(*values))
+        graph.replay()
+        words = plan_words(
+            *(int32(*values) for values in (qo, kv, first)),
+            total_q=case.total_q,
+            max_seq_len=case.max_seq_len,
+            workers=arguments["packed_work_range"].shape[0],
+        )
+        items = min(len(words[1]), len(items_of([min(n, 10**4) for n in qo], kv, first)))
+        assert torch.equal(arguments["packed_work_range"].cpu(), words[0])
+        assert torch.equal(arguments["packed_work_info"][:items].cpu(), words[1][:items])
+
+
 class NothingOnTheHost(TorchDispatchMode):
     """Fails on what reads a value or whose shape depends on one: neither can be captured in a graph."""
 

@@ -44,6 +44,7 @@ from .arguments import (
     unit_last_stride,
     valid_pages_of,
 )
+from .arguments import device as any_device
 
 _INT32_MAX = 2**31 - 1
 
@@ -75,10 +76,7 @@ def _window_limits(
 
 def plan_device(name: str, value: Any) -> torch.device:
     """The device of a plan, with its index where it is a CUDA device."""
-    try:
-        where = torch.device(value)
-    except (RuntimeError, TypeError):
-        refuse(name, "a torch.device or the name of one", repr(value))
+    where = any_device(name, value)
     if where.type not in ("cpu", "cuda"):
         refuse(name, "a CPU or a CUDA device", where)
     if where.type == "cuda":
