@@ -148,7 +148,7 @@ FAULTS = {
         "if (first_column >= written) {\n    wait_for_predecessor();",
         "if (first_column >= written) {",
     ),
-    "keys are read before they have arrived": ("one piece", "wait_for_copy(&arrived[warp][piece], 0);", ""),
+    "keys are read before they have arrived": ("one piece", "wait_for(&arrived[warp][piece], 0);", ""),
     "a stage's second copy is not waited for": ("packed", "parity ^= 1u << stage;", ""),
 }  # fmt: skip
 """What goes wrong, in which form, a text of the source, what takes its place, and more such pairs."""

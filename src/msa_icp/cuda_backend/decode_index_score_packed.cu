@@ -152,7 +152,7 @@ __device__ __forceinline__ void score(const Arguments& with) {
     if (from_lane(here.page, place) >= 0) {
       const bool all_seen = from_lane(here.history, place);
       const int stage = piece % kStages;
-      wait_for_copy(&arrived[warp][stage], parity >> stage & 1);
+      wait_for(&arrived[warp][stage], parity >> stage & 1);
       parity ^= 1u << stage;
       best.add(keys[warp][stage], queries, lane, all_seen, column, in_page * kPieceRows, first_position,
                static_cast<int>(with.rank));

@@ -63,7 +63,7 @@ __device__ __forceinline__ void score(const Arguments& with) {
     best.clear();
     if (from_lane(has_keys, piece)) {
       const bool all_seen = from_lane(history, piece);
-      wait_for_copy(&arrived[warp][piece], 0);
+      wait_for(&arrived[warp][piece], 0);
       best.add(keys[warp][piece], queries, lane, all_seen, column, first_row, first_position,
                static_cast<int>(with.rank));
       best.combine();
