@@ -173,7 +173,7 @@ def attempt(capacity: int, group=None) -> str:
     try:
         msa_icp.ReceiveStorage.create(group, capacity=capacity).close()
     except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{'ValueError' if isinstance(error, ValueError) else 'RuntimeError'}: {error}"
     return ""
 
 
