@@ -274,6 +274,8 @@ class ReceiveStorage:
                 group without that rank and create the storage anew.
         """
         exchange = self._exchange
+        if not self._peers:
+            raise RuntimeError("reset: the receive storage is closed")
         if exchange is None:
             raise RuntimeError(
                 "reset: ranks in one process are reset together; call reset() of their LocalGroup"
@@ -299,6 +301,7 @@ class ReceiveStorage:
         finally:
             empty = torch.empty(0, dtype=torch.int32, device=self.device)
             self._words, self._peers, self._mapping = empty, (), None
+            self._exchange = None  # or a group that is destroyed would keep its connections
             self.recv = self.tagged_recv = empty
             self.recv_bases = self.tagged_recv_bases = empty.to(torch.int64)
 
