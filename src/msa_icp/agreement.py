@@ -98,6 +98,6 @@ def agreement(exchange: Exchange) -> Iterator[None]:
     except NoAgreementError:
         raise
     except Exception as error:
-        exchange((f"gives up: {error or type(error).__name__}", None))
+        exchange((f"gives up: {str(error) or type(error).__name__}", None))
         raise
     gather(exchange, None)
