@@ -92,7 +92,7 @@ def run_ranks(
     if start == "forkserver":
         context.set_forkserver_preload(["torch", "torch.distributed", "msa_icp"])
     ranks = [
-        context.Process(target=_body, args=(scenario, rank, world_size, folder, arguments, place))
+        context.Process(target=_body, args=(scenario, rank, world_size, folder, arguments, place, spares))
         for rank in range(world_size + spares)
     ]
     for process in ranks:
@@ -118,11 +118,11 @@ def run_ranks(
     return [json.loads(path.read_text()) if path.exists() else None for path in found]
 
 
-def _body(scenario, rank: int, world_size: int, folder: Path, arguments, place: Place) -> None:
+def _body(scenario, rank: int, world_size: int, folder: Path, arguments, place: Place, spares: int) -> None:
     torch.set_num_threads(1)
     try:
         if place.device == "cuda":
-            _to_card(rank, world_size, place.backend)
+            _to_card(rank, world_size, place.backend, processes=world_size + spares)
         if rank < world_size:
             join(folder / "store", rank, world_size)
             for turn in range(world_size if place.device == "cuda" else 0):
@@ -139,10 +139,10 @@ def _body(scenario, rank: int, world_size: int, folder: Path, arguments, place: 
     os._exit(0)
 
 
-def _to_card(rank: int, world_size: int, backend: str) -> None:
+def _to_card(rank: int, world_size: int, backend: str, *, processes: int) -> None:
     """This process's card, with everything loaded that would otherwise load while a peer waits."""
     cards = torch.cuda.device_count()
-    if cards < world_size:
+    if cards < processes:
         os.environ[symmetric_memory.ONE_CARD] = "1"
     here.device, here.backend = torch.device("cuda", rank % cards), backend
     torch.cuda.set_device(here.device)

@@ -167,6 +167,7 @@ def test_a_closed_storage_is_not_reset(logged):
     with pytest.raises(RuntimeError, match="closed"):
         made.reset()
     assert log.events == ["finish"]
+    assert made._exchange is None  # a group that is destroyed then closes its connections
 
 
 def test_close_lets_go_of_the_memory_of_a_broken_device(logged, monkeypatch):
