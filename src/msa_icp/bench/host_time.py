@@ -148,12 +148,13 @@ def _stand_in(op: str, backend: str, device: torch.device) -> Iterator[list[tupl
         if not seen:
             seen.append((arguments, options))
 
-    own = dispatch.implementation(op, backend, device)
-    dispatch._found[op, backend, device] = nothing
+    package = dispatch.resolve(backend, device, op)
+    own = getattr(package, op)
+    setattr(package, op, nothing)
     try:
         yield seen
     finally:
-        dispatch._found[op, backend, device] = own
+        setattr(package, op, own)
 
 
 def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> float | None:

@@ -166,6 +166,10 @@ class Kernel:
                 kernel = driver.CUkernel(int(code.get_kernel(self.variant.source).handle))
                 # Libraries load lazily: asking for the function is what loads the kernel.
                 function = _checked(driver.cuKernelGetFunction(kernel))
+                # One split between L1 and shared memory for all: a multiprocessor must be empty to change it,
+                # so a launch that wants another one could not overlap with the one before.
+                carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                _checked(driver.cuFuncSetAttribute(function, carveout, 100))
                 self._code = code  # owns what the function is part of
                 self._loaded[device.index] = function
         return self._loaded[device.index]
