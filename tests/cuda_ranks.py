@@ -160,7 +160,7 @@ def killed_in_flight(
 ) -> dict[str, Any]:
     """A rank is killed while its kernels run or wait to run, in the middle of whatever layer that is."""
     if rank == world_size:
-        return {"again": rank_processes._again(folder, dead, world_size, tagged)}
+        return {"again": rank_processes.again(folder, dead, world_size, tagged)}
     storage = create()
     layers = Layers(storage, here.backend, tagged=tagged, spin_limit=here.long)
     _one_with_the_host(layers)
@@ -170,7 +170,7 @@ def killed_in_flight(
     began = time.monotonic()
     for number in range(10):
         if rank == dead and number == 2:
-            torch.cuda._sleep(50_000_000)  # behind it the rest of its layers
+            layers.sleep(500)  # behind it the rest of its layers
         if graph is not None:
             graph.replay()
         else:
@@ -187,17 +187,18 @@ def killed_in_flight(
     found["usable"] = int(torch.arange(5, device=here.device).sum())
     storage.close()
     dist.destroy_process_group()
-    found["again"] = rank_processes._again(folder, rank, world_size, tagged)
+    found["again"] = rank_processes.again(folder, rank, world_size, tagged)
     return found
 
 
 def a_second_stream(rank: int, world_size: int, folder: Path) -> str:
     """While a slot set is in flight another stream is refused, before it launches anything."""
+    other = torch.cuda.Stream()
     with create() as storage:
         with storage.slot_set(1):
-            torch.cuda._sleep(50_000_000)
+            torch.cuda._sleep(100_000_000)
         try:
-            with torch.cuda.stream(torch.cuda.Stream()), storage.slot_set(1):
+            with torch.cuda.stream(other), storage.slot_set(1):
                 return "taken"
         except RuntimeError as error:
             return str(error)

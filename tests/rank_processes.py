@@ -317,7 +317,7 @@ def a_rank_dies(
     `go_on`: with a "spare" process in its place, or as a group of "two" of the living.
     """
     if rank == world_size:
-        return {"again": _again(folder, dead, world_size, tagged)}
+        return {"again": again(folder, dead, world_size, tagged)}
     storage = create()
     wrong = run_layers(storage, range(4), tagged)
     dist.barrier()  # the limit is short: all of them begin layer 4 together
@@ -345,11 +345,11 @@ def a_rank_dies(
     found["left"] = mapped() + open_files()
     dist.destroy_process_group()
     if go_on == "spare":
-        found["again"] = _again(folder, rank, world_size, tagged)
+        found["again"] = again(folder, rank, world_size, tagged)
     else:
         survivors = [r for r in range(world_size) if r != dead][:2]
         if rank in survivors:
-            found["again"] = _again(folder, survivors.index(rank), 2, tagged)
+            found["again"] = again(folder, survivors.index(rank), 2, tagged)
     return found
 
 
@@ -372,7 +372,7 @@ def _die(storage, tagged: bool, when: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _again(folder: Path, rank: int, world_size: int, tagged: bool) -> int:
+def again(folder: Path, rank: int, world_size: int, tagged: bool) -> int:
     """A new group and a new storage; how many layers it merges wrong."""
     join(folder / "store-again", rank, world_size)
     with create() as storage:
