@@ -60,6 +60,7 @@ MERGE_TESTS = ("test_merge_candidates.py",)
 EXCHANGE_TESTS = ("test_exchange.py", "-k", "not threads and not wait and not one_limit and not hold_up")
 FUSED_TESTS = ("test_decode_score_publish.py", "-k", "not 8192")
 REMEMBERED_TESTS = ("test_checks_remembered.py", "-k", "not compiled")
+SYMMETRIC_TESTS = ("test_symmetric_memory.py", "-k", "not both_forms and not takes_the_place")
 PLAN_TESTS = ("test_prefill_plan.py",)
 PREFILL_SCORE_TESTS = ("test_index_score_sharded.py", "-k", "not test_07")
 PREFILL_SELECT_TESTS = ("test_topk_select_prefill.py",)
@@ -73,6 +74,7 @@ BASELINE = (
     "test_checks.py",
     "test_checks_remembered.py",
     "test_storage.py",
+    "test_symmetric_memory.py",
     "test_prefill_plan.py",
     "test_index_score_sharded.py",
     "test_topk_select_prefill.py",
@@ -355,6 +357,47 @@ MUTANTS = (
         "a slot set in flight is handed out",
         (("storage.py", "if chosen in self._in_flight and not idle:", "if False:"),),
         ("test_storage.py",),
+    ),
+    Mutant(
+        "a rank that has given up is answered",
+        (("agreement.py", "    except NoAgreementError:\n        raise\n", ""),),
+        ("test_symmetric_memory.py", "-k", "not_answered"),
+    ),
+    Mutant(
+        "a reset does not wait for the device before it clears",
+        (
+            (
+                "storage.py",
+                "            _finish(self.device)\n            exchange.wait",
+                "            exchange.wait",
+            ),
+        ),
+        ("test_symmetric_memory.py", "-k", "reset_clears"),
+    ),
+    Mutant(
+        "a closed storage keeps its group",
+        (("storage.py", "            self._exchange = None", "            pass"),),
+        ("test_symmetric_memory.py", "-k", "close"),
+    ),
+    Mutant(
+        "one rank's leave to share a card is enough",
+        (("symmetric_memory.py", "or all(card.one_card", "or any(card.one_card"),),
+        SYMMETRIC_TESTS,
+    ),
+    Mutant(
+        "marks are not looked at",
+        (("symmetric_memory.py", "            _check_marks(words)\n", ""),),
+        SYMMETRIC_TESTS,
+    ),
+    Mutant(
+        "a mark stays in the storage",
+        (("symmetric_memory.py", "        mine[0] = 0\n", ""),),
+        ("test_symmetric_memory.py", "-k", "both_forms and 2"),
+    ),
+    Mutant(
+        "PyTorch may set up multicast",
+        (("symmetric_memory.py", 'os.environ[NO_MULTICAST] = "1"', 'os.environ[NO_MULTICAST] = "0"'),),
+        ("test_symmetric_memory.py", "-k", "both_forms and 2"),
     ),
     Mutant(
         "a stride is not checked",
