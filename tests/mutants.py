@@ -89,7 +89,7 @@ BASELINE = (
     "and not no_score_rows and not test_07",
 )
 
-KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 3-2-256)")
+KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 1-2-256)")
 KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
 KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
 KERNEL_MERGE_TESTS = ("test_merge_candidates.py", "test_exchange.py", "-k", "cuda-cpu")
@@ -99,7 +99,7 @@ CUDA_BASELINE = (
     "test_merge_candidates.py",
     "test_exchange.py",
     "-k",
-    "cuda-cpu and (every_form and (1-4-128 or 3-2-256) or not forms)",
+    "cuda-cpu and (every_form and (1-4-128 or 1-2-256) or not forms)",
 )
 
 MUTANTS = (

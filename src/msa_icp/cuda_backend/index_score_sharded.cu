@@ -25,7 +25,7 @@ constexpr int kGroupTokens = kItemTokens / kGroups;
 constexpr int kStages = 4;
 constexpr unsigned kNan = 0x7f7f7f7f;  // four e4m3 NaN
 
-constexpr int kTileKeys = kProductColumns;
+constexpr int kTileKeys = 128;
 constexpr int kTilePages = kTileKeys / Layout::kRows;
 constexpr int kPageBlocks = PAGE / kBlock;
 constexpr int kUnitTiles = kUnitBlocks / kPageBlocks / kTilePages;

@@ -2,7 +2,6 @@
 // is seen.
 
 constexpr int kGroupWarps = 4;
-constexpr int kProductColumns = 128;
 
 struct Descriptor {
   const unsigned char* cores;
@@ -33,13 +32,15 @@ inline void meet_group(const char* what) {
 
 inline void begin_products() { meet_group("the begin of products"); }
 
-inline void multiply_add_async(float (&sums)[64], const unsigned (&a)[4], Descriptor b, bool add) {
+template <int kSums>
+inline void multiply_add_async(float (&sums)[kSums], const unsigned (&a)[4], Descriptor b, bool add) {
   products_in_flight().push_back({sums, {a[0], a[1], a[2], a[3]}, b, add});
 }
 
 inline void end_products() { meet_group("the end of products"); }
 
-inline void wait_for_products(float (&sums)[64]) {
+template <int kSums>
+inline void wait_for_products(float (&sums)[kSums]) {
   meet_group("the wait for products");
   for (const Product& product : products_in_flight()) {
     struct Registers {
@@ -48,7 +49,7 @@ inline void wait_for_products(float (&sums)[64]) {
     std::memcpy(mine.a, product.a, sizeof(mine.a));
     const auto all = emulator::gather("a group's product", mine);
     const int row = emulator::lane() / 4, column = emulator::lane() % 4 * 2;
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < kSums; ++i) {
       const int n = i / 4 * 8 + column + i % 2;
       double sum = product.add ? product.sums[i] : 0.0;
       for (int k = 0; k < 16; ++k) {
