@@ -2,12 +2,27 @@
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code="no-any-return"
 
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 
-from msa_icp.geometry import HEAD_DIM, LEGACY_WORDS, NUM_HEADS, TAGGED_WORDS
+from msa_icp.geometry import HEAD_DIM, LEGACY_WORDS, NUM_HEADS, TAGGED_WORDS, WORLD_SIZES
 from msa_icp.rows import READY, READY_WORD
-from msa_icp.triton_backend.launch import BYTES, FLOATS, I32, I64, INTS, LONGS, kernel, target_of
+from msa_icp.triton_backend.launch import (
+    BYTES,
+    FLOATS,
+    I32,
+    I64,
+    INTS,
+    LONGS,
+    Kernel,
+    Target,
+    kernel,
+    target_of,
+)
 from msa_icp.triton_backend.pdl import release_dependents, wait_for_predecessor
 
 NO_ROWS, LEGACY_ROWS, TAGGED_ROWS = range(3)
@@ -69,7 +84,7 @@ def produce_kernel(
             tl.store(taken + READY_AT, tl.zeros((RANKS,), tl.int32))
 
 
-@kernel(threads=32)
+@kernel(threads=64)
 def consume_kernel(
     scores: FLOATS, output: FLOATS, token_stride: I64, head_stride: I64, DEPENDENT: tl.constexpr
 ):
@@ -113,3 +128,11 @@ def consume(scores: Tensor, output: Tensor, *, enable_pdl: bool) -> None:
         (enable_pdl and target_of(scores.device).dependent_launch,),
         scores.device,
     )
+
+
+def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+    """Every variant that a chain may need."""
+    for dependent in sorted({False, target.dependent_launch}):
+        for world_size, form in product(WORLD_SIZES, (NO_ROWS, LEGACY_ROWS, TAGGED_ROWS)):
+            yield produce_kernel, (world_size, form, dependent)
+        yield consume_kernel, (dependent,)

@@ -33,6 +33,8 @@ from .measure import chain_bytes, time_chain
 
 scorer = importlib.import_module("msa_icp.cuda_backend.decode_index_score_sharded")  # not the op of that name
 NEVER = 1 << 60
+_MOST_SHARED_BYTES = 48 << 10
+"""That a kernel may declare."""
 PRESENT = "present"
 """The name of the schedule that the library has."""
 
@@ -237,13 +239,15 @@ class Tuner:
 
 
 def why_not(variants: Sequence[Variant], reports: dict[Variant, Report | str]) -> str | None:
-    """None where every kernel compiles and none spills, else the first reason."""
+    """None where every kernel compiles, none spills and all can be launched, else the first reason."""
     for variant in variants:
         report = reports[variant]
         if isinstance(report, str):
             return f"{variant.name}: {report}"
         if report.spills:
             return f"{variant.name}: {report.spills} bytes spilled at {report.registers} registers"
+        if report.shared > _MOST_SHARED_BYTES:  # which the compiler lets pass, and the driver does not
+            return f"{variant.name}: {report.shared} bytes of shared memory"
     return None
 
 
