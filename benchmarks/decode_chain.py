@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from msa_icp.bench import decode_chain, exchange, results
+from msa_icp.bench import decode_chain, exchange, results, ruler
 from msa_icp.bench.command import kernel_backends
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,6 +44,8 @@ def main() -> None:
     device = torch.device(args.device)
     names = args.backend or kernel_backends(device)
     stop = time.monotonic() + 60 * args.minutes
+    speed = ruler.speed(device)
+    print(f"plain read of 268 MB: {speed or '-'} TB/s", flush=True)
     measured: list[exchange.Row | decode_chain.Row] = []
     try:
         if "exchange" in args.part:
@@ -52,11 +54,18 @@ def main() -> None:
             take(chain_rows(device, names, args), measured, stop)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    chains = [row for row in measured if isinstance(row, decode_chain.Row)]
+    summary([row for row in measured if isinstance(row, decode_chain.Row)])
+    results.write(args, "decode_chain", measured, plain_read_tb_s=speed)
+
+
+def summary(chains: list[decode_chain.Row]) -> None:
+    """Where each way begins to pay, and where the fused form does."""
     for other, world_size, page_size, requests, context in decode_chain.begins_to_pay(chains):
         since = "not within what was measured" if context is None else f"from {context} keys on"
         print(f"ahead of {other} at W {world_size}, pages of {page_size}, {requests} requests: {since}")
-    results.write(args, "decode_chain", measured)
+    for (backend, world_size, page_size, context), ratios in decode_chain.fused_ratios(chains).items():
+        by_batch = "  ".join(f"{requests}: {ratio:.2f}" for requests, ratio in ratios.items())
+        print(f"fused / plain, {backend} W{world_size} P{page_size} context {context}, by batch:  {by_batch}")
 
 
 def take(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from msa_icp import cuda_backend
-from msa_icp.bench import decode_score, first_call, results, serving
+from msa_icp.bench import decode_score, first_call, results, ruler, serving
 from msa_icp.bench.batch import PAGE_ORDERS
 from msa_icp.bench.command import kernel_backends
 
@@ -41,6 +41,8 @@ def main() -> None:
     device = torch.device(args.device)
     names = args.backend or kernel_backends(device)
     stop = time.monotonic() + 60 * args.minutes
+    speed = ruler.speed(device)
+    print(f"plain read of 268 MB: {speed or '-'} TB/s", flush=True)
     measured: list[Any] = []
     try:
         for part in args.part:
@@ -54,7 +56,7 @@ def main() -> None:
                 break
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    results.write(args, "serving", measured)
+    results.write(args, "serving", measured, plain_read_tb_s=speed)
 
 
 def _mix(device: torch.device, names: list[str], args: argparse.Namespace) -> Iterator[Any]:

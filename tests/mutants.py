@@ -55,6 +55,7 @@ MERGE_TESTS = ("test_merge_candidates.py",)
 EXCHANGE_TESTS = ("test_exchange.py", "-k", "not threads and not wait and not one_limit and not hold_up")
 FUSED_TESTS = ("test_decode_score_publish.py", "-k", "not 8192")
 REMEMBERED_TESTS = ("test_checks_remembered.py", "-k", "not compiled")
+CHAIN_TESTS = ("test_bench_chain.py", "-k", "right_blocks and 4")
 PITCH_TESTS = ("test_field_cases.py", "-k", "test_07 and 4-128")
 BASELINE = (
     "test_geometry.py",
@@ -110,6 +111,26 @@ MUTANTS = (
         "blocks of the wrong half of a page",
         (("geometry.py", "self.rank * self.index_scale // self.world_size", "self.rank % self.index_scale"),),
         FUSED_TESTS,
+    ),
+    Mutant(
+        "page striding that starts with rank 0's block everywhere",
+        (("bench/batch.py", "scale=world_size, offset=rank", "scale=world_size, offset=0"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "a chain whose producer leaves the newest keys out",
+        (("bench/producer.py", "mine = self._own_keys", "mine = self._own_keys[:0]"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "a chain with one slot set",
+        (("bench/chain.py", "step(index % len(self.batch.layers), index % SLOT_SETS)", "step(0, 0)"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "kernels of the schedule before",
+        (("bench/tune_decode_score.py", "kept.cache_clear()", "pass"),),
+        ("test_bench_tune.py", "-k", "form_at or comes_back"),
     ),
     Mutant(
         "a 32-bit offset",

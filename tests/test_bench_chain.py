@@ -95,6 +95,13 @@ def test_a_chain_selects_the_right_blocks(backend, device, world_size, page_size
         own.layer(index)
         own.storage.check()
         assert torch.equal(own.output.cpu(), right), index
+    its = group.batches[rank]
+    assert torch.equal(its.index_q.view(torch.uint8), its.new_q.view(torch.uint8))
+    mine = its.key_rows >= 0
+    keys = its.layers[0].view(torch.uint8).view(-1, 128)
+    # The newest block is selected whatever its score, so the selection does not tell.
+    assert torch.equal(keys[its.key_rows[mine]], its.new_keys.view(torch.uint8)[mine])
+    assert mine.any()
 
 
 @pytest.mark.exchange
@@ -210,6 +217,19 @@ def test_where_sharding_begins_to_pay():
     }
 
 
+def test_where_the_fused_form_is_faster():
+    rows = [
+        *(chain_row("chain", 1, 10.0, backend, batch) for backend in ("cuda", "triton") for batch in (1, 2)),
+        chain_row("chain_fused", 1, 5.0, "cuda", 1),
+        chain_row("chain_fused", 1, 20.0, "cuda", 2),
+        chain_row("chain_fused", 1, 8.0, "triton", 2),
+    ]
+    assert decode_chain.fused_ratios(rows) == {
+        ("cuda", 4, 128, 1): {1: 0.5, 2: 2.0},
+        ("triton", 4, 128, 1): {2: 0.8},
+    }
+
+
 def test_the_script_writes_what_was_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "sys.argv",
@@ -218,14 +238,16 @@ def test_the_script_writes_what_was_asked_for(tmp_path, monkeypatch, capsys):
     )
     benchmark("decode_chain").main()
     document = json.loads((tmp_path / "decode_chain_toy.json").read_text())
-    assert {"card", "torch", "triton", "date", "commit", "rows"} == document.keys()
+    assert {"card", "torch", "triton", "date", "commit", "plain_read_tb_s", "rows"} == document.keys()
     assert document["commit"] == "abc"
     by_what = {}
     for row in document["rows"]:
         assert {"what", "backend", "W", "page_size", "context", "us"} <= row.keys()
         by_what[row["what"]] = by_what.get(row["what"], 0) + 1
     assert by_what == {"publish+merge": 2, **dict.fromkeys(decode_chain.WAYS, 4)}
-    assert "ahead of replicated at W 4, pages of 128, 2 requests" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "ahead of replicated at W 4, pages of 128, 2 requests" in out
+    assert "fused / plain, torch W4 P128 context 2048, by batch:  1: " in out
     picture = tmp_path / "chain.png"
     benchmark("plots").decode_chain(document, picture)
     assert picture.stat().st_size > 10_000

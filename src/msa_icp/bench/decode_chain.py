@@ -110,3 +110,17 @@ def begins_to_pay(measured: Sequence[Row]) -> Iterator[tuple[str, int, int, int,
                     break
                 first = context
             yield other, world, page, requests, first
+
+
+def fused_ratios(measured: Sequence[Row]) -> dict[tuple[str, int, int, int], dict[int, float]]:
+    """(backend, W, page size, context) -> fused / plain chain by batch; below one the fused is faster."""
+    cells: dict[tuple[str, int, int, int, int], dict[str, float]] = {}
+    for row in measured:
+        key = (row.backend, row.W, row.page_size, row.context, row.requests)
+        cells.setdefault(key, {})[row.what] = row.us
+    ratios: dict[tuple[str, int, int, int], dict[int, float]] = {}
+    for (backend, world, page, context, requests), times in cells.items():
+        if {"chain", "chain_fused"} <= times.keys():
+            by_batch = ratios.setdefault((backend, world, page, context), {})
+            by_batch[requests] = times["chain_fused"] / times["chain"]
+    return ratios

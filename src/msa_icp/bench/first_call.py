@@ -68,6 +68,7 @@ def first_calls(device: torch.device, backend: str) -> dict[str, float]:
     """Seconds of the first call of every op in this process, whose GPU is up, then of the warmup."""
     from .host_time import Workload
 
+    device = torch.empty(0, device=device).device  # with its index
     seconds: dict[str, float] = {}
     for op, call in Workload(device, backend).calls.items():
         with _timed(seconds, op):

@@ -30,7 +30,7 @@ def parser(description: str | None, results: Path, *, backends: bool = True) -> 
     return made
 
 
-def write(args: argparse.Namespace, stem: str, measured: Sequence[Any]) -> None:
+def write(args: argparse.Namespace, stem: str, measured: Sequence[Any], **facts: Any) -> None:
     """Write rows (dataclasses), and what they hold for, to `<stem>_<name>.json`, if there is a name."""
     if args.name is None:
         return
@@ -43,6 +43,7 @@ def write(args: argparse.Namespace, stem: str, measured: Sequence[Any]) -> None:
         **versions(torch.device(args.device)),
         "date": datetime.date.today().isoformat(),
         "commit": commit,
+        **facts,
         "rows": [asdict(row) for row in measured],
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
