@@ -193,7 +193,6 @@ def test_rows_of_the_exchange():
     for row in rows:
         assert (row.what, row.W, row.page_size, row.tokens, row.context) == ("publish+merge", 2, 128, 2, 8192)
         assert row.us == pytest.approx(row.publish_us + row.merge_us, abs=0.01)
-        assert row.us > 0
 
 
 def chain_row(what, context, us, backend="triton", requests=1):
