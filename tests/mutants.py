@@ -66,6 +66,7 @@ PREFILL_SCORE_TESTS = ("test_index_score_sharded.py", "-k", "not test_07")
 PREFILL_SELECT_TESTS = ("test_topk_select_prefill.py",)
 PREFILL_FUSED_TESTS = ("test_prefill_score_select.py",)
 PREFILL_WINDOW_TESTS = ("test_prefill_windows.py", "-k", "test_nasty and 4-128 or thousand or many_columns")
+CHAIN_TESTS = ("test_bench_chain.py", "-k", "right_blocks and 4")
 PITCH_TESTS = ("test_field_cases.py", "-k", "test_07 and 4-128")
 BASELINE = (
     "test_geometry.py",
@@ -128,6 +129,26 @@ MUTANTS = (
         "blocks of the wrong half of a page",
         (("geometry.py", "self.rank * self.index_scale // self.world_size", "self.rank % self.index_scale"),),
         FUSED_TESTS,
+    ),
+    Mutant(
+        "page striding that starts with rank 0's block everywhere",
+        (("bench/batch.py", "scale=world_size, offset=rank", "scale=world_size, offset=0"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "a chain whose producer leaves the newest keys out",
+        (("bench/producer.py", "mine = self._own_keys", "mine = self._own_keys[:0]"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "a chain with one slot set",
+        (("bench/chain.py", "step(index % len(self.batch.layers), index % SLOT_SETS)", "step(0, 0)"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "kernels of the schedule before",
+        (("bench/tune_decode_score.py", "kept.cache_clear()", "pass"),),
+        ("test_bench_tune.py", "-k", "form_at or comes_back"),
     ),
     Mutant(
         "a 32-bit offset",
