@@ -58,10 +58,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layout", nargs="+", choices=tuple(LAYOUTS), default=["P128W4", "P256W2"])
     parser.add_argument("--query-len", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--size", nargs="+", choices=NAMES, default=NAMES[1:])
-    forms = ("one", "two", "packed", "rule")
+    forms = ("one", "two", "together", "packed", "rule")
     parser.add_argument("--form", nargs="+", choices=forms, default=forms)
     parser.add_argument("--one", nargs="+", type=int, default=[4, 6, 8, 10], help="RESIDENT of one piece")
     parser.add_argument("--two", nargs="+", type=int, default=[3, 4, 5, 6], help="RESIDENT of two pieces")
+    parser.add_argument(
+        "--together",
+        nargs="+",
+        type=int,
+        default=[4, 5, 6, 7],
+        help="RESIDENT of warps that multiply together",
+    )
     parser.add_argument("--packed", nargs="+", type=int, default=[2, 3, 4, 5, 6], help="RESIDENT of packed")
     parser.add_argument("--stages", nargs="+", type=int, default=[2], help="pieces in flight of packed")
     parser.add_argument("--waves", nargs="+", type=int, default=[1, 2], help="of packed CTAs")
@@ -85,6 +92,7 @@ def candidates(args: argparse.Namespace) -> list[tune.Candidate]:
     made: dict[str, Iterator[tune.Candidate]] = {
         "one": tune.one_piece(args.one),
         "two": tune.two_pieces(args.two),
+        "together": chain(tune.together(args.together, 1), tune.together(args.together, 2)),
         "packed": tune.packed(args.packed, args.stages, args.waves),
         "rule": tune.rules(args.rule),
     }
@@ -96,7 +104,8 @@ def line(row: tune.Row | tune.LeftOut) -> str:
     head = f"{row.layout} q{row.query_len} {row.candidate:40}"
     if isinstance(row, tune.LeftOut):
         return f"{head} left out, {row.reason}"
-    return f"{head} {row.registers:3} registers  " + "  ".join(cell(row, size) for size in row.us)
+    bits = "" if row.same_bits else "  (other bits)"
+    return f"{head} {row.registers:3} registers  {'  '.join(cell(row, size) for size in row.us)}{bits}"
 
 
 def cell(row: tune.Row, size: str) -> str:

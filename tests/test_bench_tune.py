@@ -46,6 +46,11 @@ def test_a_candidate_is_one_form_at_every_size(four_multiprocessors, size, query
     source, values = constants(two, size, query_len)
     assert source == "decode_index_score_sharded"
     assert (values["PIECES"], values["RESIDENT"]) == (2, 3)
+    for pieces in (1, 2):
+        (group,) = tune.together([5], pieces)
+        source, values = constants(group, size, query_len)
+        assert source == "decode_index_score_sharded"
+        assert (values["PIECES"], values["TOGETHER"], values["RESIDENT"]) == (pieces, 1, 5)
     (stay,) = tune.packed([5], [1], [3])
     source, values = constants(stay, size, query_len)
     assert source == "decode_index_score_packed"
@@ -95,7 +100,7 @@ def test_what_spills_or_does_not_compile_is_left_out(four_multiprocessors):
 
 
 def row(candidate, plain=None, **us):
-    return tune.Row("P128W4", 1, candidate, 40, us, dict.fromkeys(us, plain))
+    return tune.Row("P128W4", 1, candidate, 40, us, dict.fromkeys(us, plain), True)
 
 
 def test_means_and_the_best():
@@ -131,7 +136,7 @@ def test_the_tuner_over_the_emulator(monkeypatch, device):
     def wrong(work):
         right(work)
         if tune.scorer.SCHEDULE.packed_from == 0:
-            work.score_out[0, 0, 0] += 1
+            work.score_out[0, 0, 0] += 100
 
     monkeypatch.setattr(tune.Tuner, "_score_once", staticmethod(wrong))
     with pytest.raises(RuntimeError, match=r"^packed.*other scores than the present schedule"):
@@ -173,6 +178,7 @@ def test_the_script_prints_a_table_in_order(monkeypatch, capsys):
 def test_every_knob_has_a_grid():
     """A field of the schedule that no candidate changes would never be tuned."""
     made = [*tune.one_piece([3]), *tune.two_pieces([3]), *tune.packed([7], [1], [3]), *tune.rules([(1, 2)])]
+    made += tune.together([3], 1)
     changed = {
         field.name
         for candidate in made
