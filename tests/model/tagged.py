@@ -60,39 +60,30 @@ class Tagged(Exchange):
         """What a merge may use of a word whose store `at` matched: the very copy."""
         return window[at : at + 1]
 
-    def behind_after_failure(self, behind: tuple[int, ...], slot: int, rows: int) -> tuple[int, ...]:
-        """A late merge advances its counters like any other."""
+    def behind_after_failure(self, behind: tuple[int, ...], counter: int) -> tuple[int, ...]:
+        """A late merge advances its counter like any other."""
         return behind
 
-    def merge(self, state: State, rank: int, use: int) -> Iterator[tuple[Label, State]]:
-        at = state.ranks[rank]
-        slot, rows = self.schedule.slots[use], self.schedule.rows(use)
+    def merge(self, state: State, rank: int, use: int, row: int) -> Iterator[tuple[Label, State]]:
+        counter = self.schedule.slots[use] * self.row_count + row
+        behind = state.ranks[rank].behind
+        wanted = self._generations[use][row] - behind[counter]
         words = list(state.words)
         complete = True
         for source in self.others(rank):
-            for row in range(rows):
-                wanted = self._generations[use][row] - at.behind[slot * self.row_count + row]
-                first = self.row(rank, source, slot, row) * self.cells
-                taken = self._take(state.words[first : first + self.cells], row, wanted)
-                complete = complete and taken is not None
-                for cell, (kept, used) in enumerate(taken or ()):
-                    self._check(used, rank, source, use)
-                    words[first + cell] = kept
-                yield from self.overruns(state, rank, use, source, row, wanted)
+            first = self.row(rank, source, self.schedule.slots[use], row) * self.cells
+            taken = self._take(state.words[first : first + self.cells], row, wanted)
+            complete = complete and taken is not None
+            for cell, (kept, used) in enumerate(taken or ()):
+                self._check(used, rank, source, use)
+                words[first + cell] = kept
+            yield from self.overruns(state, rank, use, source, row, wanted)
+        done = self.one_less(state, rank, 1 << row)
         if complete:
-            yield ("merge", rank, use), self.step_to(state, rank, at.position + 1, words)
+            yield ("merge", rank, use, row), done._replace(words=tuple(words))
         if self.may_fail_now(state, rank, use):
-            yield (
-                ("no merge", rank, use),
-                self.step_to(
-                    state,
-                    rank,
-                    at.position + 1,
-                    failed=min(at.failed, use + 1),
-                    may_fail=self.fails_left(state, rank),
-                    behind=self.behind_after_failure(at.behind, slot, rows),
-                ),
-            )
+            behind = self.behind_after_failure(behind, counter)
+            yield ("no merge", rank, use, row), self.failed(done, rank, use + 1, behind=behind)
 
     def _take(self, windows: tuple[Window, ...], row: int, wanted: int) -> list[tuple[Window, Window]] | None:
         """For each location of a row: what may be read after a poll that matched, what is merged."""
