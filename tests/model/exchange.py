@@ -58,9 +58,6 @@ class State(NamedTuple):
 class Exchange:
     """The part of the model that does not depend on the row form."""
 
-    cells = WORDS
-    """Locations of a row that become visible on their own."""
-
     def __init__(
         self,
         world_size: int,
@@ -80,6 +77,11 @@ class Exchange:
         self.program = self.make_program()
         resets = [at for at, (kind, _) in enumerate(self.program) if kind in (ENTER_RESET, CLEAR)]
         self.reset_at = resets[0] if resets else None
+
+    @property
+    def cells(self) -> int:
+        """Locations of a row that become visible on their own."""
+        return WORDS
 
     # ------------------------------------------------------------ what every rank does
 

@@ -8,10 +8,12 @@ read then. What else a poll may do is to find a word of a newer generation, and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from .exchange import Exchange, State
 from .explore import GoesWrong, Label
 from .memory import Window
+from .schedule import Schedule
 
 
 class Tagged(Exchange):
@@ -22,17 +24,18 @@ class Tagged(Exchange):
     payload: tuple[bool, ...] = (True, True)
     """Which locations of a row hold something to merge."""
 
+    def __init__(self, world_size: int, schedule: Schedule, **options: Any) -> None:
+        super().__init__(world_size, schedule, **options)
+        uses, rows = range(len(schedule.slots)), range(self.row_count)
+        self._generations = [[schedule.generation(use, row) for row in rows] for use in uses]
+
+    @property
+    def cells(self) -> int:
+        return len(self.tags)
+
     def generation_of(self, value: int, row: int) -> int:
         """The tag that was stored with a value; a cleared row has tag 0."""
         return self._generations[value - 1][row] if value else 0
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self.cells = len(self.tags)
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        uses = range(len(self.schedule.slots))
-        self._generations = [
-            [self.schedule.generation(use, row) for row in range(self.row_count)] for use in uses
-        ]
 
     # ------------------------------------------------------------ publish
 
