@@ -41,12 +41,17 @@ class Mutant:
 
 
 SCORER = "torch_backend/decode_index_score_sharded.py"
+EXACT = "torch_backend/exact.py"
 PUBLISH = "torch_backend/topk_select_publish.py"
 MERGE = "torch_backend/merge_candidates.py"
 RANKING = "torch_backend/ranking.py"
 WAITING = "torch_backend/waiting.py"
 FUSED = "torch_backend/decode_score_publish.py"
 REMEMBER = "checks/remember.py"
+
+PLAN = "prefill_plan.py"
+PREFILL_SCORER = "torch_backend/index_score_sharded.py"
+PREFILL_FUSED = "torch_backend/prefill_score_select.py"
 
 SCORE_TESTS = ("test_decode_index_score_sharded.py", "-k", "not million")
 FIELD_TESTS = ("test_field_cases.py", "-k", "test_nasty and 4-128 and not production")
@@ -56,6 +61,13 @@ EXCHANGE_TESTS = ("test_exchange.py", "-k", "not threads and not wait and not on
 MODEL_TESTS = ("test_exchange_model.py", "-k", "backends_take or hands_out")
 FUSED_TESTS = ("test_decode_score_publish.py", "-k", "not 8192")
 REMEMBERED_TESTS = ("test_checks_remembered.py", "-k", "not compiled")
+SYMMETRIC_TESTS = ("test_symmetric_memory.py", "-k", "not both_forms and not takes_the_place")
+PLAN_TESTS = ("test_prefill_plan.py",)
+PREFILL_SCORE_TESTS = ("test_index_score_sharded.py", "-k", "not test_07")
+PREFILL_SELECT_TESTS = ("test_topk_select_prefill.py",)
+PREFILL_FUSED_TESTS = ("test_prefill_score_select.py",)
+PREFILL_WINDOW_TESTS = ("test_prefill_windows.py", "-k", "test_nasty and 4-128 or thousand or many_columns")
+CHAIN_TESTS = ("test_bench_chain.py", "-k", "right_blocks and 4")
 PITCH_TESTS = ("test_field_cases.py", "-k", "test_07 and 4-128")
 BASELINE = (
     "test_geometry.py",
@@ -65,15 +77,22 @@ BASELINE = (
     "test_checks_remembered.py",
     "test_storage.py",
     "test_exchange_model.py",
+    "test_symmetric_memory.py",
+    "test_prefill_plan.py",
+    "test_index_score_sharded.py",
+    "test_topk_select_prefill.py",
+    "test_prefill_score_select.py",
+    "test_prefill_windows.py",
     *(
         group[0]
         for group in (SCORE_TESTS, SELECT_TESTS, MERGE_TESTS, EXCHANGE_TESTS, FUSED_TESTS, FIELD_TESTS)
     ),
     "-k",
-    "not million and not production and not threads and not one_limit and not hold_up and not what_comes_out",
+    "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
+    "and not no_score_rows and not test_07 and not what_comes_out",
 )
 
-KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 3-2-256)")
+KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 1-2-256)")
 KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
 KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
 KERNEL_MERGE_TESTS = ("test_merge_candidates.py", "test_exchange.py", "-k", "cuda-cpu")
@@ -83,7 +102,7 @@ CUDA_BASELINE = (
     "test_merge_candidates.py",
     "test_exchange.py",
     "-k",
-    "cuda-cpu and (every_form and (1-4-128 or 3-2-256) or not forms)",
+    "cuda-cpu and (every_form and (1-4-128 or 1-2-256) or not forms)",
 )
 
 MUTANTS = (
@@ -114,10 +133,30 @@ MUTANTS = (
         FUSED_TESTS,
     ),
     Mutant(
+        "page striding that starts with rank 0's block everywhere",
+        (("bench/batch.py", "scale=world_size, offset=rank", "scale=world_size, offset=0"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "a chain whose producer leaves the newest keys out",
+        (("bench/producer.py", "mine = self._own_keys", "mine = self._own_keys[:0]"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "a chain with one slot set",
+        (("bench/chain.py", "step(index % len(self.batch.layers), index % SLOT_SETS)", "step(0, 0)"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "kernels of the schedule before",
+        (("bench/tune_decode_score.py", "kept.cache_clear()", "pass"),),
+        ("test_bench_tune.py", "-k", "form_at or comes_back"),
+    ),
+    Mutant(
         "a 32-bit offset",
         (
             (
-                SCORER,
+                EXACT,
                 "torch.index_select(_page_bytes(index_k), 0, pages, out=raw)",
                 "flat, width = index_k.view(torch.uint8), (rows * HEAD_DIM,)\n"
                 "    torch.stack([flat.as_strided(width, (1,), int(p) * index_k.stride(0) % 2**32)"
@@ -130,7 +169,7 @@ MUTANTS = (
         "a signed 32-bit offset",
         (
             (
-                SCORER,
+                EXACT,
                 "torch.index_select(_page_bytes(index_k), 0, pages, out=raw)",
                 "flat, width = index_k.view(torch.uint8), (rows * HEAD_DIM,)\n"
                 "    torch.stack([flat.as_strided(width, (1,), int(p) * index_k.stride(0) % 2**31)"
@@ -196,7 +235,7 @@ MUTANTS = (
     ),
     Mutant(
         "a NaN byte is a number",
-        ((SCORER, "if int(magnitude.max()) == 0x7F:", "if int(magnitude.max()) == 0xFF:"),),
+        ((EXACT, "if int(magnitude.max()) == 0x7F:", "if int(magnitude.max()) == 0xFF:"),),
         FIELD_TESTS,
     ),
     Mutant(
@@ -357,6 +396,47 @@ MUTANTS = (
         "a slot set in flight is handed out",
         (("storage.py", "if chosen in self._in_flight and not idle:", "if False:"),),
         ("test_storage.py",),
+    ),
+    Mutant(
+        "a rank that has given up is answered",
+        (("agreement.py", "    except NoAgreementError:\n        raise\n", ""),),
+        ("test_symmetric_memory.py", "-k", "not_answered"),
+    ),
+    Mutant(
+        "a reset does not wait for the device before it clears",
+        (
+            (
+                "storage.py",
+                "            _finish(self.device)\n            exchange.wait",
+                "            exchange.wait",
+            ),
+        ),
+        ("test_symmetric_memory.py", "-k", "reset_clears"),
+    ),
+    Mutant(
+        "a closed storage keeps its group",
+        (("storage.py", "            self._exchange = None", "            pass"),),
+        ("test_symmetric_memory.py", "-k", "close"),
+    ),
+    Mutant(
+        "one rank's leave to share a card is enough",
+        (("symmetric_memory.py", "or all(card.one_card", "or any(card.one_card"),),
+        SYMMETRIC_TESTS,
+    ),
+    Mutant(
+        "marks are not looked at",
+        (("symmetric_memory.py", "            _check_marks(words)\n", ""),),
+        SYMMETRIC_TESTS,
+    ),
+    Mutant(
+        "a mark stays in the storage",
+        (("symmetric_memory.py", "        mine[0] = 0\n", ""),),
+        ("test_symmetric_memory.py", "-k", "both_forms and 2"),
+    ),
+    Mutant(
+        "PyTorch may set up multicast",
+        (("symmetric_memory.py", 'os.environ[NO_MULTICAST] = "1"', 'os.environ[NO_MULTICAST] = "0"'),),
+        ("test_symmetric_memory.py", "-k", "both_forms and 2"),
     ),
     Mutant(
         "a stride is not checked",
@@ -544,6 +624,138 @@ MUTANTS = (
         ),
         KERNEL_MERGE_TESTS,
         emulated=True,
+    ),
+    Mutant(
+        "an item costs what its first token sees",
+        ((PLAN, "(index + 1) * ITEM_TOKENS, lens[segment]", "index * ITEM_TOKENS + 1, lens[segment]"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "an item that sees nothing is not visited",
+        (
+            (
+                PLAN,
+                ".clamp(min=1, max=block_columns(max_seq_len))",
+                ".clamp(min=0, max=block_columns(max_seq_len))",
+            ),
+        ),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "units past the columns",
+        ((PLAN, ".clamp(min=1, max=block_columns(max_seq_len))", ".clamp(min=1)"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "items past the capacity",
+        ((PLAN, "ends[-1].clamp(max=capacity)", "ends[-1]"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "the last worker has the rest",
+        ((PLAN, "share * units_up_to[-1] // workers", "share * (units_up_to[-1] // workers)"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "a share ends in the item before",
+        (
+            (
+                PLAN,
+                "torch.searchsorted(units_up_to, bounds, right=True)",
+                "torch.searchsorted(units_up_to, bounds)",
+            ),
+        ),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "a prefill plan of the caller's tensors",
+        (("api/prefill.py", "values.contiguous().to(where, copy=True)", "values.contiguous().to(where)"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "the prefill's causal limit one key late",
+        ((PREFILL_SCORER, "row) > last_key[:, None, None]", "row) > 1 + last_key[:, None, None]"),),
+        PREFILL_SCORE_TESTS,
+    ),
+    Mutant(
+        "the prefill's causal limit one key early",
+        ((PREFILL_SCORER, "row) > last_key[:, None, None]", "row) >= last_key[:, None, None]"),),
+        PREFILL_SCORE_TESTS,
+    ),
+    Mutant(
+        "a tile's causal limit is that of its last token",
+        ((PREFILL_SCORER, "masked = last_keys[t] <", "masked = last_keys[end - 1] <"),),
+        PREFILL_SCORE_TESTS,
+    ),
+    Mutant(
+        "prefill tokens see past the keys",
+        ((PREFILL_SCORER, "own.clamp(max=self.keys - 1)", "own"),),
+        PREFILL_SCORE_TESTS,
+    ),
+    Mutant(
+        "prefill keys behind the columns",
+        ((PREFILL_SCORER, "min(keys, BLOCK * plan.columns)", "keys"),),
+        ("test_prefill_windows.py", "-k", "test_nasty and bounds and 2-256"),
+    ),
+    Mutant(
+        "the causal prefix of a tile's last token",
+        ((PREFILL_SCORER, "device=out.device) < prefix[:, None]", "device=out.device) < prefix[-1:, None]"),),
+        PREFILL_SCORE_TESTS,
+    ),
+    Mutant(
+        "blocks of a page in the wrong column",
+        ((PREFILL_SCORER, "blocks[..., columns.layout.index_offset] = values", "blocks[..., 0] = values"),),
+        PREFILL_SCORE_TESTS,
+    ),
+    Mutant(
+        "the prefill scorer always initializes",
+        ((PREFILL_SCORER, "    if initialize:", "    if True:"),),
+        PREFILL_SCORE_TESTS,
+    ),
+    Mutant(
+        "the prefill scorer never initializes",
+        ((PREFILL_SCORER, "    if initialize:", "    if False:"),),
+        PREFILL_SCORE_TESTS,
+    ),
+    Mutant(
+        "an unreadable page of a window is read",
+        ((PREFILL_SCORER, "values.masked_fill_(~there, NEG_INF)", "pass"),),
+        PREFILL_WINDOW_TESTS,
+    ),
+    Mutant(
+        "a NaN query row of a window is zero",
+        ((PREFILL_SCORER, "values.masked_fill_(dead[heads].view(-1, NUM_HEADS, 1), NEG_INF)", "pass"),),
+        PREFILL_WINDOW_TESTS,
+    ),
+    Mutant(
+        "every chunk of a segment begins at its offset",
+        ((PREFILL_SCORER, "position + row - begin", "position"),),
+        PREFILL_WINDOW_TESTS,
+    ),
+    Mutant(
+        "rows of a window before its first",
+        ((PREFILL_SCORER, "range(max(begin, first), end, most)", "range(begin, end, most)"),),
+        PREFILL_WINDOW_TESTS,
+    ),
+    Mutant(
+        "fused windows keep the scores of the tokens before",
+        ((PREFILL_FUSED, ".fill_(NEG_INF)", ""),),
+        PREFILL_WINDOW_TESTS,
+    ),
+    Mutant(
+        "valid blocks of other tokens",
+        ((PREFILL_FUSED, "num_valid_pages[first:last]", "num_valid_pages[: last - first]"),),
+        PREFILL_WINDOW_TESTS,
+    ),
+    Mutant(
+        "a carrier row without its ready word",
+        (("rows.py", "value=READY)", "value=0)"),),
+        PREFILL_SELECT_TESTS,
+    ),
+    Mutant(
+        "a carrier's stride is not checked",
+        (("checks/prefill.py", "if rows.stride(0) < tokens * rows.stride(1):", "if False:"),),
+        ("test_checks.py", "-k", "prefill"),
     ),
 )
 

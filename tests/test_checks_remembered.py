@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from calls import CALLS, Call
-from test_checks import RULES, every_other, label
+from rules import every_other
+from rules_decode import DECODE_RULES
+from test_checks import label
 from torch import Tensor
 
 import msa_icp
@@ -29,7 +31,7 @@ CHECKS = {
     "fused": checks.score_publish,
     "write": checks.write_keys,
 }
-NAMES = sorted({rule[0] for rule in RULES} & {*CHECKS, "merge prefill"})
+NAMES = sorted({rule[0] for rule in DECODE_RULES} & {*CHECKS, "merge prefill"})
 SIXTEEN = 16
 
 
@@ -74,7 +76,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule[0] in NAMES], ids=label)
+@pytest.mark.parametrize("rule", [rule for rule in DECODE_RULES if rule[0] in NAMES], ids=label)
 def test_every_rule_holds_behind_a_call_that_was_accepted(rule):
     name, argument, change, _, _ = rule
     if argument == "backend":

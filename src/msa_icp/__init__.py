@@ -10,12 +10,21 @@ from .api import (
     msa_icp_decode_pool_bytes,
     msa_icp_decode_score_columns,
     msa_icp_decode_score_publish,
+    msa_icp_index_score_columns,
+    msa_icp_index_score_plan_storage,
+    msa_icp_index_score_sharded,
+    msa_icp_index_score_sharded_plan,
+    msa_icp_index_score_sharded_plan_device,
     msa_icp_merge_candidates,
+    msa_icp_prefill_pool_bytes,
+    msa_icp_prefill_score_select,
+    msa_icp_topk_select_prefill,
     msa_icp_topk_select_publish,
     write_index_keys,
 )
 from .cache import num_valid_pages, shard_index_keys
 from .dispatch import backends, is_supported, warmup
+from .prefill_plan import MSAIcpScorePlan
 from .storage import IcpTimeoutError, LocalGroup, ReceiveStorage
 
 __version__ = "0.1.0"
@@ -23,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "IcpTimeoutError",
     "LocalGroup",
+    "MSAIcpScorePlan",
     "ReceiveStorage",
     "backends",
     "is_supported",
@@ -31,7 +41,15 @@ __all__ = [
     "msa_icp_decode_pool_bytes",
     "msa_icp_decode_score_columns",
     "msa_icp_decode_score_publish",
+    "msa_icp_index_score_columns",
+    "msa_icp_index_score_plan_storage",
+    "msa_icp_index_score_sharded",
+    "msa_icp_index_score_sharded_plan",
+    "msa_icp_index_score_sharded_plan_device",
     "msa_icp_merge_candidates",
+    "msa_icp_prefill_pool_bytes",
+    "msa_icp_prefill_score_select",
+    "msa_icp_topk_select_prefill",
     "msa_icp_topk_select_publish",
     "num_valid_pages",
     "shard_index_keys",

@@ -17,7 +17,8 @@ AUTOMATIC = ("cake", "auto")
 """Names that leave the choice to the device; "cake" is the upstream's only one."""
 
 
-def _package(name: str) -> ModuleType:
+def package(name: str) -> ModuleType:
+    """The package of a backend's name, whatever it serves."""
     return importlib.import_module(f"msa_icp.{name}_backend")
 
 
@@ -29,7 +30,7 @@ def _by_preference(device: torch.device) -> tuple[str, ...]:
 def backends(device: torch.device | str) -> dict[str, str | None]:
     """Every backend by name: None where it serves `device`, else the reason why it does not."""
     where = checks.device("device", device)
-    return {name: _package(name).unavailable(where) for name in _by_preference(where)}
+    return {name: package(name).unavailable(where) for name in _by_preference(where)}
 
 
 def is_supported(device: torch.device | str) -> bool:
@@ -48,7 +49,7 @@ def resolve(backend: str, device: torch.device, op: str | None = None) -> Module
         for name in _by_preference(device):
             reasons[name] = _why_not(name, device, op)
             if reasons[name] is None:
-                return _package(name)
+                return package(name)
         raise ValueError(
             f"backend: no backend serves {device} ({'; '.join(f'{n}: {r}' for n, r in reasons.items())})"
         )
@@ -58,30 +59,28 @@ def resolve(backend: str, device: torch.device, op: str | None = None) -> Module
     reason = _why_not(backend, device, op)
     if reason is not None:
         raise ValueError(f"backend: {backend!r} does not serve {device}: {reason}")
-    return _package(backend)
+    return package(backend)
 
 
 def _why_not(name: str, device: torch.device, op: str | None) -> str | None:
-    package = _package(name)
-    reason = package.unavailable(device)
-    if reason is None and op is not None and op not in package.__all__:
+    chosen = package(name)
+    reason = chosen.unavailable(device)
+    if reason is None and op is not None and op not in chosen.__all__:
         return f"it has no {op}; backend='auto' chooses one that has"
     return str(reason) if reason is not None else None
 
 
-_found: dict[tuple[str, str, torch.device], Callable[..., None]] = {}
+_found: dict[tuple[str, str, torch.device], ModuleType] = {}
 """What `implementation` has found. A backend that serves a device does so until the process ends."""
 
 
 def implementation(op: str, backend: str, device: torch.device) -> Callable[..., None]:
     """The function that does `op` in a call with `backend=` on `device`; raises as `resolve` does."""
     try:
-        return _found[op, backend, device]
+        chosen = _found[op, backend, device]
     except (KeyError, TypeError):  # TypeError: what is no name need not be hashable either
-        pass
-    function: Callable[..., None] = getattr(resolve(backend, device, op), op)
-    _found[op, backend, device] = function
-    return function
+        chosen = _found[op, backend, device] = resolve(backend, device, op)
+    return getattr(chosen, op)  # type: ignore[no-any-return]
 
 
 def warmup(device: torch.device | str, backend: str = "cake") -> None:
@@ -93,6 +92,6 @@ def warmup(device: torch.device | str, backend: str = "cake") -> None:
     where = checks.device("device", device)
     packages = [resolve(backend, where)]
     if backend in AUTOMATIC and where.type != "cpu":  # an op that the best backend has not is another's
-        packages = [_package(name) for name, reason in backends(where).items() if reason is None]
-    for package in packages:
-        package.warmup(where)
+        packages = [package(name) for name, reason in backends(where).items() if reason is None]
+    for chosen in packages:
+        chosen.warmup(where)

@@ -38,8 +38,23 @@ LEGACY_WORDS = 33
 TAGGED_WORDS = 32
 """int64 words of a tagged row: generation << 32 | word."""
 
+ITEM_TOKENS = 64
+"""Most query tokens of one item of a prefill plan."""
+UNIT_BLOCKS = 4
+"""B128 blocks in one unit of a prefill item's cost."""
+MAX_SEGMENTS = 65536
+"""Segments of a prefill window."""
+MAX_ITEMS = 65535
+"""Items of a prefill window."""
+MAX_COLUMNS = 65535
+"""B128 blocks, and so score columns, of the longest segment of a prefill window."""
+MAX_ITEM_COLUMNS = 2**31 - 1
+"""Items times columns of a prefill window."""
+PLAN_WORKSPACE_BYTES = 32 << 20
+
 _POOL_SPLITS = 128
 _POOL_KEY_BYTES = 8
+_WORK_INFO_TOKENS = 128
 
 
 def ceil_div(value: Any, divisor: int) -> Any:
@@ -109,6 +124,36 @@ def decode_score_columns(max_model_len: int, page_size: int) -> int:
 def decode_pool_bytes(max_decode_tokens: int, num_heads: int) -> int:
     """Bytes of the fused decode form's pool: for each row up to 128 splits of 16 candidates."""
     return max_decode_tokens * num_heads * _POOL_SPLITS * TOP_K * _POOL_KEY_BYTES
+
+
+def block_columns(max_seq_len: int) -> int:
+    """Score columns, one a B128 block, of a prefill window whose segments have up to so many keys."""
+    return int(ceil_div(max_seq_len, BLOCK))
+
+
+def shard_columns(columns: Any, page_size: int) -> Any:
+    """Page columns, and so compact score columns, that hold so many B128 blocks."""
+    return ceil_div(columns, page_size // BLOCK)
+
+
+def prefill_items(total_q: int, batch: int) -> int:
+    """Most items that a prefill window of so many query tokens and segments has."""
+    return min(int(ceil_div(total_q, ITEM_TOKENS)) + batch - 1, total_q)
+
+
+def work_info_numel(total_q: int, batch: int, num_heads: int) -> int:
+    """int64 words of a prefill plan's `packed_work_info`; never fewer than the items."""
+    return int(ceil_div(total_q, _WORK_INFO_TOKENS) + batch - 1) * num_heads
+
+
+def prefill_pool_bytes(total_q: int, batch: int, workers: int, num_heads: int) -> int:
+    """Bytes of the fused prefill form's pool: 16 candidates for each row of each piece of an item.
+
+    One more worker than one cuts at most one more item in two, so there are at most
+    `items + workers - 1` pieces.
+    """
+    pieces = int(ceil_div(total_q, ITEM_TOKENS)) + batch - 1 + workers - 1
+    return pieces * ITEM_TOKENS * num_heads * TOP_K * _POOL_KEY_BYTES
 
 
 def comm_layout(world_size: int, heads_per_rank: int, capacity: int) -> dict[str, Any]:

@@ -115,6 +115,54 @@ def shard_scores(
     return scores, written
 
 
+def prefill_scores(
+    q: Tensor,
+    k: Tensor,
+    block_table: Tensor,
+    qo_segment_lens: Tensor,
+    kv_segment_lens: Tensor,
+    qo_segment_offsets: Tensor,
+    qo_offset: Tensor,
+    *,
+    rank: int,
+    world_size: int,
+    page_size: int,
+    blocks: int,
+    cols: int,
+    compact: bool,
+    initialize: bool,
+) -> tuple[Tensor, Tensor]:
+    """What the prefill scorer writes (section 7).
+
+    Arguments as for `msa_icp_index_score_sharded` and its plan; `blocks` is the plan's `columns`, `cols` the
+    width of the score rows. Returns the scores, float32 `[T, H, cols]`, and the mask of the elements that
+    are written, bool of the same shape; the scores are -inf where nothing is written.
+    """
+    tokens, heads, _ = q.shape
+    scores = torch.full((tokens, heads, cols), NEG_INF, dtype=torch.float32)
+    written = torch.full((tokens, heads, cols), initialize, dtype=torch.bool)
+    shard = {"rank": rank, "world_size": world_size, "page_size": page_size}
+    for s, query_len in enumerate(qo_segment_lens.tolist()):
+        first, keys = int(qo_segment_offsets[s]), int(kv_segment_lens[s])
+        tokens_of = [i for i in range(query_len) if 0 <= first + i < tokens]
+        rows = [first + i for i in tokens_of]
+        # A token sees the keys up to its own position and of the sequence, none behind the plan's
+        # columns; the blocks that hold them are its causal prefix.
+        seen = torch.tensor([min(int(qo_offset[s]) + i + 1, keys, 128 * blocks) for i in tokens_of])
+        prefix = [math.ceil(max(0, n) / 128) for n in seen.tolist()]
+        for t, count in zip(rows, prefix, strict=True):
+            written[t, :, : math.ceil(count * 128 / page_size) if compact else count] = True
+        for c in range(math.ceil(max([0, *prefix]) * 128 / page_size)):
+            page, block = int(block_table[s, c]), column_block(c, **shard)
+            if not 0 <= page < k.shape[0] or block >= blocks:  # a block behind the columns has none
+                continue
+            where = torch.tensor([key_position(c, i, **shard) for i in range(k.shape[1])])
+            visible = where < seen[:, None, None]
+            best = _maximum(canonical_scores(q[rows], k[page]), visible)
+            scores[rows, :, c if compact else block] = best
+    return scores, written
+
+
 # ---------------------------------------------------------------- ranking (section 5)
 
 
@@ -173,6 +221,46 @@ def merge(
         value = NEG_INF if math.isnan(score) else score
         best[block] = max(best.get(block, NEG_INF), value)
     return _best16(best.items(), num_valid, init_blocks, local_blocks)
+
+
+# ---------------------------------------------------------------- prefill (section 7)
+
+
+def carrier_row(
+    scores: Tensor,
+    num_valid: int,
+    force_begin: int,
+    force_end: int,
+    index_scale: int = 1,
+    index_offset: int = 0,
+) -> Tensor:
+    """The carrier row of one float32 score row `[K]`: int32 `[33]`, arguments as for `select`.
+
+    Sixteen raw score bits, their ids ascending, padding (-inf, -1) last, the ready word 1.
+    """
+    ids = select(scores, num_valid, force_begin, force_end, index_scale, index_offset)
+    chosen = scores.new_full((16,), NEG_INF)
+    chosen[: len(ids)] = scores[[(block - index_offset) // index_scale for block in ids]]
+    words = [*chosen.view(torch.int32).tolist(), *ids, *[-1] * (16 - len(ids)), 1]
+    return torch.tensor(words, dtype=torch.int32)
+
+
+def merge_carrier_rows(
+    rows: Sequence[Tensor], num_valid: int, init_blocks: int, local_blocks: int
+) -> list[int]:
+    """The owner's Top16 of all ranks' carrier rows `[33]` of one (token, head): 16 ids with a -1 tail.
+
+    A token without valid blocks (padding) gets block 0, which always exists.
+    """
+    if num_valid <= 0:
+        return [0, *[-1] * 15]
+    candidates = [
+        (block, score)
+        for row in rows
+        for block, score in zip(row[16:32].tolist(), row[:16].view(torch.float32).tolist(), strict=True)
+    ]
+    ids = merge(candidates, num_valid, init_blocks, local_blocks)
+    return [*ids, *[-1] * (16 - len(ids))]
 
 
 # ---------------------------------------------------------------- without sharding (section 1)

@@ -25,6 +25,11 @@ def words(score_bits: Tensor, ids: Tensor) -> Tensor:
     return torch.cat((score_bits, ids), dim=-1)
 
 
+def legacy(score_bits: Tensor, ids: Tensor) -> Tensor:
+    """int32 score bits and ids, both `[..., 16]` -> legacy rows with their ready word, int32 `[..., 33]`."""
+    return torch.nn.functional.pad(words(score_bits, ids), (0, 1), value=READY)
+
+
 def split(row_words: Tensor) -> tuple[Tensor, Tensor]:
     """int32 `[..., >= 32]` words -> FP32 scores and int32 ids, both `[..., 16]`."""
     bits = row_words[..., :TOP_K].contiguous()

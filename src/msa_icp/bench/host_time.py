@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import msa_icp
 from msa_icp import ReceiveStorage, dispatch, num_valid_pages
 from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, decode_pool_bytes
 
-from .measure import time_host, versions
+from .measure import time_host
 
 REQUESTS = 4
 COLUMNS = 8
@@ -148,12 +148,13 @@ def _stand_in(op: str, backend: str, device: torch.device) -> Iterator[list[tupl
         if not seen:
             seen.append((arguments, options))
 
-    own = dispatch.implementation(op, backend, device)
-    dispatch._found[op, backend, device] = nothing
+    package = dispatch.resolve(backend, device, op)
+    own = getattr(package, op)
+    setattr(package, op, nothing)
     try:
         yield seen
     finally:
-        dispatch._found[op, backend, device] = own
+        setattr(package, op, own)
 
 
 def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> float | None:
@@ -187,8 +188,3 @@ class _NothingLoaded(dict[Any, Any]):
 
 def _launch_nothing(*arguments: Any) -> None:
     pass
-
-
-def document(device: torch.device, measured: list[Row], *, date: str, commit: str) -> dict[str, Any]:
-    """The JSON document of a run."""
-    return {**versions(device), "date": date, "commit": commit, "rows": [asdict(row) for row in measured]}

@@ -31,6 +31,16 @@ from .decode import (
     valid_pages,
     write_keys,
 )
+from .prefill import (
+    plan_device,
+    plan_storage,
+    pool_bytes,
+    prefill_fused,
+    prefill_score,
+    prefill_select,
+    segments,
+    segments_on_device,
+)
 
 __all__ = [
     "at_least",
@@ -45,10 +55,18 @@ __all__ = [
     "layout",
     "merge",
     "one_of",
+    "plan_device",
+    "plan_storage",
+    "pool_bytes",
+    "prefill_fused",
+    "prefill_score",
+    "prefill_select",
     "publish",
     "refuse",
     "score_publish",
     "score_rows",
+    "segments",
+    "segments_on_device",
     "separate_rows",
     "shard_cache",
     "tensor",

@@ -156,12 +156,19 @@ def score_rows(name: str, value: Any, tokens: int | str, device: torch.device | 
     return rows
 
 
-def k_shard(value: Any, shard: ShardLayout, device: torch.device | None = None) -> Tensor:
+def k_shard(
+    value: Any, shard: ShardLayout, device: torch.device | None = None, name: str = "index_k"
+) -> Tensor:
     """A rank's K shard `[pages, R, 128]` (contract, section 2)."""
-    keys = tensor("index_k", value, FP8, ("pages", shard.rows, HEAD_DIM), device=device, aligned=16)
+    keys = tensor(name, value, FP8, ("pages", shard.rows, HEAD_DIM), device=device, aligned=16)
     if keys.stride(2) != 1 or keys.stride(1) != HEAD_DIM:
-        refuse("index_k strides", f"(pitch, {HEAD_DIM}, 1)", keys.stride())
+        refuse(f"{name} strides", f"(pitch, {HEAD_DIM}, 1)", keys.stride())
     pitch = keys.stride(0)
     if pitch % 16 or pitch < shard.page_bytes:
-        refuse("index_k.stride(0)", f"a multiple of 16 of at least {shard.page_bytes}", pitch)
+        refuse(f"{name}.stride(0)", f"a multiple of 16 of at least {shard.page_bytes}", pitch)
     return keys
+
+
+def valid_pages_of(value: Any, tokens: int | str, device: torch.device) -> Tensor:
+    """How many blocks each token sees: `num_valid_pages` of a selection or a merge."""
+    return tensor("num_valid_pages", value, torch.int32, (tokens,), device=device, contiguous=True)

@@ -38,6 +38,7 @@ from .arguments import (
     separate_rows,
     tensor,
     unit_last_stride,
+    valid_pages_of,
 )
 from .remember import remember
 
@@ -140,10 +141,6 @@ def _publish_target(
         tensor("generations", generations, torch.int32, shape, device=device, contiguous=True)
 
 
-def _valid_pages(num_valid_pages: Any, tokens: int | str, device: torch.device) -> Tensor:
-    return tensor("num_valid_pages", num_valid_pages, torch.int32, (tokens,), device=device, contiguous=True)
-
-
 @remember
 def publish(
     scores: Any,
@@ -169,7 +166,7 @@ def publish(
     tokens, _, columns = rows.shape
     if not 0 < columns < MAX_SELECT_COLUMNS:
         refuse("scores.shape[2]", f"from 1 to {MAX_SELECT_COLUMNS - 1}", columns)
-    _valid_pages(num_valid_pages, tokens, rows.device)
+    valid_pages_of(num_valid_pages, tokens, rows.device)
     _publish_target(
         recv_bases,
         errors,
@@ -233,7 +230,7 @@ def merge(
     tokens = out.shape[0]
     if tokens > capacity:
         refuse("output.shape[0]", f"at most recv_slot.shape[2] = {capacity} tokens", tokens)
-    _valid_pages(num_valid_pages, tokens, rows.device)
+    valid_pages_of(num_valid_pages, tokens, rows.device)
     if tagged:
         tensor(
             "expected_generations",
@@ -283,7 +280,7 @@ def score_publish(
     )
     tokens = index_q.shape[0]
     device = index_q.device
-    _valid_pages(num_valid_pages, tokens, device)
+    valid_pages_of(num_valid_pages, tokens, device)
     bytes_ = tensor("pool", pool, torch.uint8, ("bytes",), device=device, contiguous=True, aligned=16)
     need = decode_pool_bytes(tokens, NUM_HEADS)
     if bytes_.shape[0] % 8 or bytes_.shape[0] < need:

@@ -11,14 +11,22 @@ import torch
 from ..geometry import HEAD_DIM, NUM_HEADS, ShardLayout
 from .decode_index_score_sharded import decode_index_score_sharded
 from .decode_score_publish import decode_score_publish
+from .index_score_sharded import index_score_sharded
+from .index_score_sharded_plan_device import index_score_sharded_plan_device
 from .merge_candidates import merge_candidates
+from .prefill_score_select import prefill_score_select
+from .topk_select_prefill import topk_select_prefill
 from .topk_select_publish import topk_select_publish
 from .write_index_keys import write_index_keys
 
 __all__ = [
     "decode_index_score_sharded",
     "decode_score_publish",
+    "index_score_sharded",
+    "index_score_sharded_plan_device",
     "merge_candidates",
+    "prefill_score_select",
+    "topk_select_prefill",
     "topk_select_publish",
     "unavailable",
     "warmup",
