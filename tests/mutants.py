@@ -58,6 +58,7 @@ FIELD_TESTS = ("test_field_cases.py", "-k", "test_nasty and 4-128 and not produc
 SELECT_TESTS = ("test_topk_select_publish.py",)
 MERGE_TESTS = ("test_merge_candidates.py",)
 EXCHANGE_TESTS = ("test_exchange.py", "-k", "not threads and not wait and not one_limit and not hold_up")
+MODEL_TESTS = ("test_exchange_model.py", "-k", "backends_take or hands_out")
 FUSED_TESTS = ("test_decode_score_publish.py", "-k", "not 8192")
 REMEMBERED_TESTS = ("test_checks_remembered.py", "-k", "not compiled")
 SYMMETRIC_TESTS = ("test_symmetric_memory.py", "-k", "not both_forms and not takes_the_place")
@@ -75,6 +76,7 @@ BASELINE = (
     "test_checks.py",
     "test_checks_remembered.py",
     "test_storage.py",
+    "test_exchange_model.py",
     "test_symmetric_memory.py",
     "test_prefill_plan.py",
     "test_index_score_sharded.py",
@@ -87,7 +89,7 @@ BASELINE = (
     ),
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
-    "and not no_score_rows and not test_07",
+    "and not no_score_rows and not test_07 and not what_comes_out",
 )
 
 KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 1-2-256)")
@@ -373,6 +375,22 @@ MUTANTS = (
         "a column more in the fused form",
         ((FUSED, "min(block_table.shape[1], MAX_BLOCKS)", "min(block_table.shape[1] + 1, MAX_BLOCKS)"),),
         FUSED_TESTS,
+    ),
+    Mutant(
+        "a counter advances for the whole batch that was",
+        (
+            (
+                PUBLISH,
+                "generations[slot, :, :tokens]\n        counters += 1",
+                "generations[slot, :, :tokens]\n        generations[slot] += 1",
+            ),
+        ),
+        MODEL_TESTS,
+    ),
+    Mutant(
+        "the rotation of the slot sets stands still",
+        (("storage.py", "self._next_slot = (chosen + 1) % geometry.SLOT_SETS", "self._next_slot = chosen"),),
+        MODEL_TESTS,
     ),
     Mutant(
         "a slot set in flight is handed out",

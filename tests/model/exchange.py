@@ -38,7 +38,7 @@ class Rank(NamedTuple):
     position: int
     """Index into the program."""
     todo: int
-    """Legacy: bit mask of the rows that it has still to publish in this use."""
+    """Bit mask of the rows that it has still to publish, or to merge, in this use; each waits on its own."""
     failed: int
     """The first use whose row from this rank, or output on it, a failure has made worthless; or NEVER."""
     may_fail: int
@@ -57,9 +57,6 @@ class State(NamedTuple):
 
 class Exchange:
     """The part of the model that does not depend on the row form."""
-
-    cells = WORDS
-    """Locations of a row that become visible on their own."""
 
     def __init__(
         self,
@@ -80,6 +77,11 @@ class Exchange:
         self.program = self.make_program()
         resets = [at for at, (kind, _) in enumerate(self.program) if kind in (ENTER_RESET, CLEAR)]
         self.reset_at = resets[0] if resets else None
+
+    @property
+    def cells(self) -> int:
+        """Locations of a row that become visible on their own."""
+        return WORDS
 
     # ------------------------------------------------------------ what every rank does
 
@@ -118,7 +120,8 @@ class Exchange:
 
     def todo_at(self, position: int, rank: int) -> int:
         """What `Rank.todo` is at the beginning of a step of the rank's program."""
-        return 0
+        kind, use = self.program[position]
+        return (1 << self.schedule.rows(use)) - 1 if kind == MERGE else 0
 
     def row(self, owner: int, source: int, slot: int, row: int) -> int:
         """Which row of the group's memory it is."""
@@ -142,6 +145,24 @@ class Exchange:
         ranks = (*state.ranks[:rank], new, *state.ranks[rank + 1 :])
         return State(ranks, state.words if words is None else tuple(words), state.ready)
 
+    def one_less(self, state: State, rank: int, bit: int) -> State:
+        """The row `bit` is done; with none left to do the rank goes on."""
+        at = state.ranks[rank]
+        if at.todo == bit:
+            return self.step_to(state, rank, at.position + 1)
+        return self.changed(state, rank, todo=at.todo & ~bit)
+
+    def failed(self, state: State, rank: int, use: int, **changes: object) -> State:
+        """A wait has failed: from `use` on the rank's rows and outputs may be worth nothing."""
+        at = state.ranks[rank]
+        left = at.may_fail if at.may_fail == ANY_NUMBER else at.may_fail - 1
+        return self.changed(state, rank, failed=min(at.failed, use), may_fail=left, **changes)
+
+    def changed(self, state: State, rank: int, **changes: object) -> State:
+        """The state with `changes` of a rank."""
+        new = state.ranks[rank]._replace(**changes)  # type: ignore[arg-type]
+        return state._replace(ranks=(*state.ranks[:rank], new, *state.ranks[rank + 1 :]))
+
     # ------------------------------------------------------------ steps
 
     def steps(self, state: State) -> Iterator[tuple[Label, State]]:
@@ -157,7 +178,9 @@ class Exchange:
                 yield from self.publish(state, rank, use)
                 yield from self.abandon(state, rank, use)
             elif kind == MERGE:
-                yield from self.merge(state, rank, use)
+                for row in range(self.schedule.rows(use)):
+                    if at.todo >> row & 1:
+                        yield from self.merge(state, rank, use, row)
             elif kind == READ:
                 yield from self.read(state, rank, use)
             elif kind == CLEAR:
@@ -177,7 +200,8 @@ class Exchange:
     def publish(self, state: State, rank: int, use: int) -> Iterator[tuple[Label, State]]:
         raise NotImplementedError
 
-    def merge(self, state: State, rank: int, use: int) -> Iterator[tuple[Label, State]]:
+    def merge(self, state: State, rank: int, use: int, row: int) -> Iterator[tuple[Label, State]]:
+        """Merge a row of every rank."""
         raise NotImplementedError
 
     def read(self, state: State, rank: int, use: int) -> Iterator[tuple[Label, State]]:
@@ -207,11 +231,6 @@ class Exchange:
         """Whether a wait of this use may fail. After the reset all of them must succeed again."""
         reset = self.schedule.reset_before
         return state.ranks[rank].may_fail > 0 and (reset is None or use < reset)
-
-    def fails_left(self, state: State, rank: int) -> int:
-        """What `Rank.may_fail` is after a failure."""
-        left = state.ranks[rank].may_fail
-        return left if left == ANY_NUMBER else left - 1
 
     # ------------------------------------------------------------ words
 

@@ -24,7 +24,7 @@ class Legacy(Exchange):
     def todo_at(self, position: int, rank: int) -> int:
         kind, use = self.program[position]
         if kind != PUBLISH:
-            return 0
+            return super().todo_at(position, rank)
         rows = range(self.schedule.rows(use))
         return sum(self._bit(owner, row) for owner in self.others(rank) for row in rows)
 
@@ -43,11 +43,11 @@ class Legacy(Exchange):
             return
         at = self.row(owner, rank, self.schedule.slots[use], row)
         seen = self.poll_of_source(state.ready[at])
-        done = self._one_less(state, rank, bit)
+        done = self.one_less(state, rank, bit)
         if seen is not None:
             yield ("publish to", rank, use, owner), self.published(done, at, use, seen)
         if self.may_fail_now(state, rank, use) and self.may_find_taken(state.ready[at]):
-            late = self._failed(done, state, rank, use)
+            late = self.failed(done, rank, use)
             yield ("no publish", rank, use, owner), self.late_publish(late, at, use)
 
     def alone(self, state: State, rank: int, use: int) -> list[tuple[Label, State]]:
@@ -81,19 +81,18 @@ class Legacy(Exchange):
 
     # ------------------------------------------------------------ merge
 
-    def merge(self, state: State, rank: int, use: int) -> Iterator[tuple[Label, State]]:
-        rows = self.rows_of(rank, use)
+    def merge(self, state: State, rank: int, use: int, row: int) -> Iterator[tuple[Label, State]]:
+        rows = self.rows_of(rank, use, row)
         polls = [self.polls_of_owner(state.ready[at]) for _, at in rows]
         for seen in product(*polls):
             looked = self.acquired(state, rows, seen)
-            self.check(looked, rank, use)
-            taken = self.step_to(looked, rank, state.ranks[rank].position + 1)
-            yield ("merge", rank, use), self.with_ready_words_cleared(taken, rows)
+            self.check(looked, rank, use, row)
+            taken = self.one_less(looked, rank, 1 << row)
+            yield ("merge", rank, use, row), self.with_ready_words_cleared(taken, rows)
         if self.may_fail_now(state, rank, use):
-            late = self._failed(state, state, rank, use + 1)
-            late = self.step_to(late, rank, state.ranks[rank].position + 1)
+            late = self.one_less(self.failed(state, rank, use + 1), rank, 1 << row)
             for reached in self.late_merge(late, rows):
-                yield ("no merge", rank, use), reached
+                yield ("no merge", rank, use, row), reached
 
     def polls_of_owner(self, ready: Ready) -> list[Ready]:
         """What polls that find a 1 may leave."""
@@ -103,10 +102,10 @@ class Legacy(Exchange):
         """What a load of a word may find."""
         return window
 
-    def rows_of(self, rank: int, use: int) -> list[tuple[int, int]]:
-        """The rows that a rank merges in a use: `(source, row of the memory)`."""
-        slot, rows = self.schedule.slots[use], range(self.schedule.rows(use))
-        return [(source, self.row(rank, source, slot, row)) for source in self.others(rank) for row in rows]
+    def rows_of(self, rank: int, use: int, row: int) -> list[tuple[int, int]]:
+        """The sources of a row that a rank merges: `(source, row of the memory)`."""
+        slot = self.schedule.slots[use]
+        return [(source, self.row(rank, source, slot, row)) for source in self.others(rank)]
 
     def acquired(self, state: State, rows: list[tuple[int, int]], seen: tuple[Ready, ...]) -> State:
         """The polls that found 1 have been made: the owner sees nothing older than the announced rows."""
@@ -121,14 +120,14 @@ class Legacy(Exchange):
         """A word after a poll with acquire order that found a release of the row of use `announced`."""
         return window[window.index(announced) :] if announced in window else window
 
-    def check(self, state: State, rank: int, use: int) -> None:
-        """What a merge may promise, see docs/exchange.md, lemmas 8 and 9.
+    def check(self, state: State, rank: int, use: int, row: int) -> None:
+        """What a merge may promise, see docs/exchange.md, lemma 8 and section 5.
 
         A row is right if neither its source nor its owner had failed before. Rows of sources that have
         not failed are all of one use, even where the owner has failed.
         """
         taken = set()
-        for source, at in self.rows_of(rank, use):
+        for source, at in self.rows_of(rank, use, row):
             cells = state.words[at * self.cells : (at + 1) * self.cells]
             values = {value for window in cells for value in self.readable(window)}
             if self.is_trusted(state, source, rank, use) and values != {use + 1}:
@@ -157,23 +156,5 @@ class Legacy(Exchange):
         """A late merge clears no ready word."""
         yield state
 
-    # ------------------------------------------------------------ parts of a step
-
     def _bit(self, owner: int, row: int) -> int:
         return 1 << row * self.world_size + owner
-
-    def _one_less(self, state: State, rank: int, bit: int) -> State:
-        """One row less to publish; with none left the rank goes on."""
-        at = state.ranks[rank]
-        if at.todo == bit:
-            return self.step_to(state, rank, at.position + 1)
-        return self._with(state, rank, todo=at.todo & ~bit)
-
-    def _failed(self, state: State, before: State, rank: int, use: int) -> State:
-        """A wait has failed: from `use` on the rank's rows and outputs are worth nothing."""
-        failed = min(before.ranks[rank].failed, use)
-        return self._with(state, rank, failed=failed, may_fail=self.fails_left(before, rank))
-
-    def _with(self, state: State, rank: int, **changes: int) -> State:
-        new = state.ranks[rank]._replace(**changes)  # type: ignore[arg-type]
-        return state._replace(ranks=(*state.ranks[:rank], new, *state.ranks[rank + 1 :]))

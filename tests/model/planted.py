@@ -44,9 +44,8 @@ class ReadAgain(Tagged):
 class CounterStays(Tagged):
     """A late merge does not advance its counter."""
 
-    def behind_after_failure(self, behind: tuple[int, ...], slot: int, rows: int) -> tuple[int, ...]:
-        first = slot * self.row_count
-        return tuple(lag + (first <= at < first + rows) for at, lag in enumerate(behind))
+    def behind_after_failure(self, behind: tuple[int, ...], counter: int) -> tuple[int, ...]:
+        return (*behind[:counter], behind[counter] + 1, *behind[counter + 1 :])
 
 
 # ---------------------------------------------------------------- legacy rows
@@ -72,16 +71,17 @@ class ClearedBeforeRead(Legacy):
     def phases(self) -> tuple[int, ...]:
         return PUBLISH, MERGE, READ
 
-    def check(self, state: State, rank: int, use: int) -> None:
+    def check(self, state: State, rank: int, use: int, row: int) -> None:
         if self.program[state.ranks[rank].position][0] == READ:
-            super().check(state, rank, use)
+            super().check(state, rank, use, row)
 
-    def merge(self, state: State, rank: int, use: int) -> Iterator[tuple[Label, State]]:
-        for (what, *rest), reached in super().merge(state, rank, use):
+    def merge(self, state: State, rank: int, use: int, row: int) -> Iterator[tuple[Label, State]]:
+        for (what, *rest), reached in super().merge(state, rank, use, row):
             yield ("look" if what == "merge" else what, *rest), reached
 
     def read(self, state: State, rank: int, use: int) -> Iterator[tuple[Label, State]]:
-        self.check(state, rank, use)
+        for row in range(self.schedule.rows(use)):
+            self.check(state, rank, use, row)
         yield ("read", rank, use), self.step_to(state, rank, state.ranks[rank].position + 1)
 
 

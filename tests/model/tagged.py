@@ -8,10 +8,12 @@ read then. What else a poll may do is to find a word of a newer generation, and 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from .exchange import Exchange, State
 from .explore import GoesWrong, Label
 from .memory import Window
+from .schedule import Schedule
 
 
 class Tagged(Exchange):
@@ -22,17 +24,18 @@ class Tagged(Exchange):
     payload: tuple[bool, ...] = (True, True)
     """Which locations of a row hold something to merge."""
 
+    def __init__(self, world_size: int, schedule: Schedule, **options: Any) -> None:
+        super().__init__(world_size, schedule, **options)
+        uses, rows = range(len(schedule.slots)), range(self.row_count)
+        self._generations = [[schedule.generation(use, row) for row in rows] for use in uses]
+
+    @property
+    def cells(self) -> int:
+        return len(self.tags)
+
     def generation_of(self, value: int, row: int) -> int:
         """The tag that was stored with a value; a cleared row has tag 0."""
         return self._generations[value - 1][row] if value else 0
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self.cells = len(self.tags)
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        uses = range(len(self.schedule.slots))
-        self._generations = [
-            [self.schedule.generation(use, row) for row in range(self.row_count)] for use in uses
-        ]
 
     # ------------------------------------------------------------ publish
 
@@ -60,39 +63,30 @@ class Tagged(Exchange):
         """What a merge may use of a word whose store `at` matched: the very copy."""
         return window[at : at + 1]
 
-    def behind_after_failure(self, behind: tuple[int, ...], slot: int, rows: int) -> tuple[int, ...]:
-        """A late merge advances its counters like any other."""
+    def behind_after_failure(self, behind: tuple[int, ...], counter: int) -> tuple[int, ...]:
+        """A late merge advances its counter like any other."""
         return behind
 
-    def merge(self, state: State, rank: int, use: int) -> Iterator[tuple[Label, State]]:
-        at = state.ranks[rank]
-        slot, rows = self.schedule.slots[use], self.schedule.rows(use)
+    def merge(self, state: State, rank: int, use: int, row: int) -> Iterator[tuple[Label, State]]:
+        counter = self.schedule.slots[use] * self.row_count + row
+        behind = state.ranks[rank].behind
+        wanted = self._generations[use][row] - behind[counter]
         words = list(state.words)
         complete = True
         for source in self.others(rank):
-            for row in range(rows):
-                wanted = self._generations[use][row] - at.behind[slot * self.row_count + row]
-                first = self.row(rank, source, slot, row) * self.cells
-                taken = self._take(state.words[first : first + self.cells], row, wanted)
-                complete = complete and taken is not None
-                for cell, (kept, used) in enumerate(taken or ()):
-                    self._check(used, rank, source, use)
-                    words[first + cell] = kept
-                yield from self.overruns(state, rank, use, source, row, wanted)
+            first = self.row(rank, source, self.schedule.slots[use], row) * self.cells
+            taken = self._take(state.words[first : first + self.cells], row, wanted)
+            complete = complete and taken is not None
+            for cell, (kept, used) in enumerate(taken or ()):
+                self._check(used, rank, source, use)
+                words[first + cell] = kept
+            yield from self.overruns(state, rank, use, source, row, wanted)
+        done = self.one_less(state, rank, 1 << row)
         if complete:
-            yield ("merge", rank, use), self.step_to(state, rank, at.position + 1, words)
+            yield ("merge", rank, use, row), done._replace(words=tuple(words))
         if self.may_fail_now(state, rank, use):
-            yield (
-                ("no merge", rank, use),
-                self.step_to(
-                    state,
-                    rank,
-                    at.position + 1,
-                    failed=min(at.failed, use + 1),
-                    may_fail=self.fails_left(state, rank),
-                    behind=self.behind_after_failure(at.behind, slot, rows),
-                ),
-            )
+            behind = self.behind_after_failure(behind, counter)
+            yield ("no merge", rank, use, row), self.failed(done, rank, use + 1, behind=behind)
 
     def _take(self, windows: tuple[Window, ...], row: int, wanted: int) -> list[tuple[Window, Window]] | None:
         """For each location of a row: what may be read after a poll that matched, what is merged."""
