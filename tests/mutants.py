@@ -95,6 +95,7 @@ BASELINE = (
 KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 1-2-256)")
 KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
 KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
+KERNEL_WINDOW_TESTS = ("test_index_score_sharded.py", "-k", "cuda-cpu and not alignment and not any_window")
 KERNEL_MERGE_TESTS = ("test_merge_candidates.py", "test_exchange.py", "-k", "cuda-cpu")
 CUDA_BASELINE = (
     "test_cuda_forms.py",
@@ -493,8 +494,8 @@ MUTANTS = (
         (
             (
                 "cuda_backend/device/decode_score.cuh",
-                "Layout::position(column, row + 8, rank)",
-                "Layout::position(column, row, rank)",
+                "Layout::position(sight.column, row + 8, sight.rank)",
+                "Layout::position(sight.column, row, sight.rank)",
             ),
         ),
         KERNEL_TAIL_TESTS,
@@ -599,6 +600,24 @@ MUTANTS = (
         "a kernel publishes what was not free",
         (("cuda_backend/topk_select_publish.cu", "if (ready == 0) {", "{"),),
         KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel's window sees one key more",
+        (
+            (
+                "cuda_backend/index_score_sharded.cu",
+                "last_keys[i / 2 % 2], static",
+                "last_keys[i / 2 % 2] + 1, static",
+            ),
+        ),
+        KERNEL_WINDOW_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel scores the page's other block as well",
+        (("cuda_backend/index_score_sharded.cu", "i == own ? score : minus_infinity()", "score"),),
+        KERNEL_WINDOW_TESTS,
         emulated=True,
     ),
     Mutant(
