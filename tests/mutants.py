@@ -54,6 +54,9 @@ PREFILL_SCORER = "torch_backend/index_score_sharded.py"
 PREFILL_FUSED = "torch_backend/prefill_score_select.py"
 PREFILL_EXCHANGE = "prefill_exchange.py"
 
+ENGINE = "replay/engine.py"
+REPLAY_PREFILL = "replay/prefill.py"
+
 SCORE_TESTS = ("test_decode_index_score_sharded.py", "-k", "not million")
 FIELD_TESTS = ("test_field_cases.py", "-k", "test_nasty and 4-128 and not production")
 SELECT_TESTS = ("test_topk_select_publish.py",)
@@ -67,6 +70,8 @@ PREFILL_SELECT_TESTS = ("test_topk_select_prefill.py",)
 PREFILL_FUSED_TESTS = ("test_prefill_score_select.py",)
 PREFILL_WINDOW_TESTS = ("test_prefill_windows.py", "-k", "test_nasty and 4-128 or thousand or many_columns")
 PREFILL_EXCHANGE_TESTS = ("test_exchange_prefill.py", "-k", "(uneven or of_one) and 2")
+ENGINE_TESTS = ("test_replay_engine.py",)
+REPLAY_TESTS = ("test_replay_run.py", "-k", "how_prompts_enter and options0")
 PITCH_TESTS = ("test_field_cases.py", "-k", "test_07 and 4-128")
 BASELINE = (
     "test_geometry.py",
@@ -81,6 +86,8 @@ BASELINE = (
     "test_prefill_score_select.py",
     "test_prefill_windows.py",
     "test_exchange_prefill.py",
+    "test_replay_engine.py",
+    "test_replay_run.py",
     *(
         group[0]
         for group in (SCORE_TESTS, SELECT_TESTS, MERGE_TESTS, EXCHANGE_TESTS, FUSED_TESTS, FIELD_TESTS)
@@ -707,6 +714,53 @@ MUTANTS = (
         "another rank is blamed for the one that is gone",
         ((PREFILL_EXCHANGE, 'else f"rank {peer}"', 'else f"rank {(peer + 1) % world_size}"'),),
         ("test_exchange_prefill.py", "-k", "killed and 2-0"),
+    ),
+    Mutant(
+        "a prompt is cached before it has entered",
+        ((ENGINE, "self._whole_sections(place, start))", "self._whole_sections(place, prompt))"),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a page that is given up keeps its keys",
+        (
+            (
+                ENGINE,
+                "            if fresh:\n                self._written[page] = 0\n",
+                "            self._written.setdefault(page, 0)\n",
+            ),
+        ),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "entered keys are not known to be there",
+        ((ENGINE, "            self._write(request.pages, segment.stop)\n", ""),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a chunk of each prompt, whatever the limit",
+        ((ENGINE, "                left -= segments[-1].tokens\n", ""),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a replay's windows begin at position 0",
+        ((REPLAY_PREFILL, "numbers([segment.start for", "numbers([0 for"),),
+        REPLAY_TESTS,
+    ),
+    Mutant(
+        "a replay's prompts are exchanged in the layer after",
+        (
+            (
+                "replay/loop.py",
+                "        exchange(ranks)\n        for rank in ranks:\n            rank.prefill.merge(layer)",
+                "        for rank in ranks:\n            rank.prefill.merge(layer)\n        exchange(ranks)",
+            ),
+        ),
+        REPLAY_TESTS,
+    ),
+    Mutant(
+        "the replay checks the first segment's rows for all",
+        (("replay/checker.py", "outputs[layer][first:]", "outputs[layer]"),),
+        REPLAY_TESTS,
     ),
 )
 
