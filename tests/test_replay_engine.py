@@ -6,11 +6,13 @@ import itertools
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_cases import CONVERSATION, small_plan
 
 import msa_icp
+from msa_icp.replay import plan as plan_module
 from msa_icp.replay.engine import Engine, Step
 from msa_icp.replay.errors import UsageError
 from msa_icp.replay.options import ReplayOptions
@@ -283,6 +285,18 @@ def test_an_option_that_makes_no_sense_is_named(tmp_path, option, value, sentenc
     with pytest.raises(UsageError) as caught:
         small_plan(tmp_path, **{option: value})
     assert str(caught.value) == sentence
+
+
+def test_prompts_go_to_a_backend_that_has_prefill(tmp_path, monkeypatch):
+    plan = small_plan(tmp_path)
+    assert plan.prefill_backend == plan.backend == "torch"
+
+    def without(name, device, op):
+        assert (name, device, op) == ("torch", torch.device("cpu"), "prefill_score_select")
+        raise ValueError("it has none")
+
+    monkeypatch.setattr(plan_module, "resolve", without)
+    assert plan.prefill_backend == "auto"
 
 
 def test_a_backend_that_is_not_there_is_refused_with_the_reason(tmp_path, monkeypatch):

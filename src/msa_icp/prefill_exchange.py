@@ -30,8 +30,8 @@ def exchange_prefill(
 
     Collective: every rank of the group calls it once a layer, after `msa_icp_topk_select_prefill` or
     `msa_icp_prefill_score_select` and before `msa_icp_merge_candidates(..., prefill=True)`. `W` is the
-    ranks of the group, 2 or 4, and `hpr = 4 / W`. `T` is the same on every rank of one exchange; the next
-    exchange may have another.
+    ranks of the group, 2 or 4, and `hpr = 4 / W`. `T` is the same on every rank of one exchange, as
+    `torch.distributed` does not survive messages of the wrong size; the next exchange may have another.
 
     Args:
         carrier: `int32 [4, T, 33]`, strides `(s, 33, 1)` with `s >= T * 33`: a buffer of its own, or a token

@@ -6,6 +6,8 @@ batch has rows; a window takes slices of it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ class Prefill:
         sizes = msa_icp.msa_icp_index_score_plan_storage(
             num_qo_heads=NUM_HEADS, total_q=most, batch=segments, device=device
         )
-        self._plan_storage = {
+        self._plan_storage: dict[str, Any] = {
             "packed_work_range": torch.zeros(sizes["work_range_numel"], dtype=torch.int64, device=device),
             "packed_work_info": torch.zeros(sizes["work_info_numel"], dtype=torch.int64, device=device),
             "workspace": torch.empty(sizes["workspace_bytes"], dtype=torch.uint8, device=device),
@@ -88,7 +90,6 @@ class Prefill:
                 max_query_len=max(query_lens),
                 max_seq_len=max(contexts),
                 **self._plan_storage,
-                backend=self._plan.prefill_backend,
             )
 
     def _numbers(self, values: list[int]) -> Tensor:
