@@ -6,7 +6,7 @@ PIP_ARGS ?=
 export PYTHONUNBUFFERED = 1
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: demo test test-gpu lint mutants bench clean
+.PHONY: demo test test-gpu model lint mutants bench clean
 
 # What the project needs, pinned; an installed set is not looked at again until its list changes.
 $(VENV)/bin/python:
@@ -33,6 +33,9 @@ test: $(VENV)/dev.installed  ## everything that runs without a GPU
 
 test-gpu:  ## the same tests on the accelerator, with the python at hand and nothing installed
 	PYTHONPATH=src $(PYTHON) -m pytest -k cuda
+
+model:  ## the exchange explored exhaustively (docs/exchange.md), about a minute; needs nothing but Python
+	PYTHONPATH=tests $(PYTHON) -m model
 
 bench:  ## the decode scorer against the plain read, with the python at hand
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_score.py --name local --out bench-results

@@ -8,32 +8,20 @@ Triton is installed. `--name` writes `benchmarks/results/host_time_<name>.json`.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import subprocess
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from msa_icp.bench import host_time
+from msa_icp.bench import host_time, results
 from msa_icp.bench.measure import versions
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--name", help="of the machine: writes the JSON file of that name")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="what is measured; default: git's HEAD")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-
+    args = results.parser(__doc__, RESULTS, backends=False).parse_args()
     device = torch.device(args.device)
     measured = list(host_time.rows(device))
     facts = versions(device)
@@ -53,17 +41,7 @@ def main() -> None:
         parts = (row.checks, row.triton_op, *(row.whole[name] for name in names))
         table.add_row(row.op, *("-" if part is None else f"{part:.2f}" for part in parts))
     Console().print(table)
-    if args.name is None:
-        return
-    commit = (
-        args.commit or subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
-    )
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"host_time_{args.name}.json"
-    date = datetime.date.today().isoformat()
-    document = host_time.document(device, measured, date=date, commit=commit)
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"wrote {path}")
+    results.write(args, "host_time", measured)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from msa_icp.bench.decode_chain import WAYS, Row, quickest
+
 RESULTS = Path(__file__).parent / "results"
+BATCH_COLORS = ("#88ccee", "#4477aa", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#222222")
 COLORS = {"P128W2": "#4477aa", "P128W4": "#ee6677", "P256W2": "#228833", "P256W4": "#ccbb44"}
 
 
@@ -20,6 +23,8 @@ def main() -> None:
         document = json.loads(path.read_text())
         if any(row["plain_read_us"] is not None for row in document["rows"]):
             decode_score(document, path.with_suffix(".png"))
+    for path in sorted(RESULTS.glob("decode_chain_*.json")):
+        decode_chain(json.loads(path.read_text()), path.with_suffix(".png"))
 
 
 def decode_score(document: dict[str, Any], to: Path) -> None:
@@ -57,6 +62,44 @@ def decode_score(document: dict[str, Any], to: Path) -> None:
     backend = ", ".join(sorted({row["backend"] for row in rows}))
     figure.suptitle(f"Decode scorer ({backend}), {document['card']}, torch {document['torch']}", fontsize=11)
     figure.savefig(to, dpi=110)
+    print(f"wrote {to}")
+
+
+def decode_chain(document: dict[str, Any], to: Path) -> None:
+    """Another way / our chain over the context: above one, sharding pays. A row a W and page size."""
+    rows = [Row(**row) for row in document["rows"] if row["what"] in WAYS]
+    cells = quickest(rows)
+    layouts = sorted({key[:2] for key in cells}, reverse=True)
+    if not layouts:
+        return
+    others = ("replicated", "page_strided")
+    figure, panels = plt.subplots(
+        len(layouts), 2, figsize=(9, 3 * len(layouts)), sharex=True, squeeze=False, layout="constrained"
+    )
+    for line, (world_size, page_size) in enumerate(layouts):
+        for other, panel in zip(others, panels[line], strict=True):
+            for requests, color in zip(sorted({key[2] for key in cells}), BATCH_COLORS, strict=False):
+                points = sorted(
+                    (key[3] / 1024, times[other] / times["chain"])
+                    for key, times in cells.items()
+                    if key[:3] == (world_size, page_size, requests) and {"chain", other} <= times.keys()
+                )
+                if points:
+                    panel.plot(*zip(*points, strict=True), "o-", color=color, label=requests, markersize=4)
+            panel.axhline(1, color="#888888", linewidth=0.8)
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log", base=2)
+            panel.set_title(
+                f"{other.replace('_', '-')} / sharded, W = {world_size}, P = {page_size}", fontsize=10
+            )
+            panel.grid(alpha=0.3)
+        panels[line][0].set_ylabel("times as long")
+    for panel in panels[-1]:
+        panel.set_xlabel("context, thousands of keys")
+    panels[0][0].legend(fontsize=8, title="requests", title_fontsize=8)
+    figure.suptitle(f"A layer of decode, {document['card']}, torch {document['torch']}", fontsize=11)
+    figure.savefig(to, dpi=110)
+    plt.close(figure)
     print(f"wrote {to}")
 
 

@@ -2,7 +2,7 @@
 
 A test that takes `backend` and `device` runs once for every backend and device of this machine. With
 the mark `exchange` it runs where publish and merge do, with the mark `prefill` where the backend has
-the prefill ops, with the mark `large` it leaves out interpreted kernels With EMULATE_CUDA=1 the CUDA
+the prefill ops, with the mark `large` it leaves out interpreted kernels. With EMULATE_CUDA=1 the CUDA
 backend serves CPU tensors, emulated.
 """
 
@@ -31,7 +31,7 @@ SLOW = [
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "exchange: needs a backend that publishes and merges on the device")
-    config.addinivalue_line("markers", "prefill: needs a backend with the prefill ops")
+    config.addinivalue_line("markers", "prefill(ops): needs a backend with these prefill ops, default all")
     config.addinivalue_line("markers", "large: too much for interpreted kernels")
     for slow, examples in ((False, 60), (True, 3)):
         hypothesis.settings.register_profile(
@@ -60,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
     exchange = metafunc.definition.get_closest_marker("exchange") is not None
-    prefill = metafunc.definition.get_closest_marker("prefill") is not None
+    prefill = metafunc.definition.get_closest_marker("prefill")
     large = metafunc.definition.get_closest_marker("large") is not None
     combinations = []
     for device in DEVICES:
@@ -69,8 +69,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 continue
             if reason is None and exchange:
                 reason = verify.no_exchange(name, device)
-            if reason is None and prefill:
-                reason = verify.no_prefill(name)
+            if reason is None and prefill is not None:
+                reason = verify.no_prefill(name, *prefill.args)
             if reason is None and large and verify.is_slow(name, device):
                 reason = "too much for interpreted kernels"
             marks = [pytest.mark.skip(reason=f"{name} on {device}: {reason}")] if reason else []

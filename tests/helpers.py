@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -116,6 +117,21 @@ def merge(
         backend=backend,
     )
     return output.cpu()
+
+
+def polls_in(seconds: float, world_size: int, backend: str, device: torch.device) -> int:
+    """How many polls a merge makes in this time, measured: a limit that does not depend on the clock rate."""
+    with msa_icp.ReceiveStorage.in_process(world_size, capacity=2, device=device) as group:
+        storage, polls = group[0], 1 << 12
+        merge(storage, [1, 1], backend=backend, spin_limit=1)  # loads the kernel
+        while True:
+            storage.errors.zero_()  # or it would give up after one poll
+            began = time.perf_counter()
+            merge(storage, [1, 1], backend=backend, spin_limit=polls)
+            took = time.perf_counter() - began
+            if took > 0.02:  # against which the time of a launch is little
+                return min(int(polls * seconds / took), 2**31 - 1)
+            polls *= 4
 
 
 def score(

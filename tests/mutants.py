@@ -62,8 +62,10 @@ FIELD_TESTS = ("test_field_cases.py", "-k", "test_nasty and 4-128 and not produc
 SELECT_TESTS = ("test_topk_select_publish.py",)
 MERGE_TESTS = ("test_merge_candidates.py",)
 EXCHANGE_TESTS = ("test_exchange.py", "-k", "not threads and not wait and not one_limit and not hold_up")
+MODEL_TESTS = ("test_exchange_model.py", "-k", "backends_take or hands_out")
 FUSED_TESTS = ("test_decode_score_publish.py", "-k", "not 8192")
 REMEMBERED_TESTS = ("test_checks_remembered.py", "-k", "not compiled")
+SYMMETRIC_TESTS = ("test_symmetric_memory.py", "-k", "not both_forms and not takes_the_place")
 PLAN_TESTS = ("test_prefill_plan.py",)
 PREFILL_SCORE_TESTS = ("test_index_score_sharded.py", "-k", "not test_07")
 PREFILL_SELECT_TESTS = ("test_topk_select_prefill.py",)
@@ -72,6 +74,7 @@ PREFILL_WINDOW_TESTS = ("test_prefill_windows.py", "-k", "test_nasty and 4-128 o
 PREFILL_EXCHANGE_TESTS = ("test_exchange_prefill.py", "-k", "(uneven or of_one) and 2")
 ENGINE_TESTS = ("test_replay_engine.py",)
 REPLAY_TESTS = ("test_replay_run.py", "-k", "how_prompts_enter and options0")
+CHAIN_TESTS = ("test_bench_chain.py", "-k", "right_blocks and 4")
 PITCH_TESTS = ("test_field_cases.py", "-k", "test_07 and 4-128")
 BASELINE = (
     "test_geometry.py",
@@ -80,6 +83,8 @@ BASELINE = (
     "test_checks.py",
     "test_checks_remembered.py",
     "test_storage.py",
+    "test_exchange_model.py",
+    "test_symmetric_memory.py",
     "test_prefill_plan.py",
     "test_index_score_sharded.py",
     "test_topk_select_prefill.py",
@@ -94,10 +99,10 @@ BASELINE = (
     ),
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
-    "and not no_score_rows and not test_07",
+    "and not no_score_rows and not test_07 and not what_comes_out",
 )
 
-KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 3-2-256)")
+KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 1-2-256)")
 KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
 KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
 KERNEL_MERGE_TESTS = ("test_merge_candidates.py", "test_exchange.py", "-k", "cuda-cpu")
@@ -107,7 +112,7 @@ CUDA_BASELINE = (
     "test_merge_candidates.py",
     "test_exchange.py",
     "-k",
-    "cuda-cpu and (every_form and (1-4-128 or 3-2-256) or not forms)",
+    "cuda-cpu and (every_form and (1-4-128 or 1-2-256) or not forms)",
 )
 
 MUTANTS = (
@@ -136,6 +141,26 @@ MUTANTS = (
         "blocks of the wrong half of a page",
         (("geometry.py", "self.rank * self.index_scale // self.world_size", "self.rank % self.index_scale"),),
         FUSED_TESTS,
+    ),
+    Mutant(
+        "page striding that starts with rank 0's block everywhere",
+        (("bench/batch.py", "scale=world_size, offset=rank", "scale=world_size, offset=0"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "a chain whose producer leaves the newest keys out",
+        (("bench/producer.py", "mine = self._own_keys", "mine = self._own_keys[:0]"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "a chain with one slot set",
+        (("bench/chain.py", "step(index % len(self.batch.layers), index % SLOT_SETS)", "step(0, 0)"),),
+        CHAIN_TESTS,
+    ),
+    Mutant(
+        "kernels of the schedule before",
+        (("bench/tune_decode_score.py", "kept.cache_clear()", "pass"),),
+        ("test_bench_tune.py", "-k", "form_at or comes_back"),
     ),
     Mutant(
         "a 32-bit offset",
@@ -362,9 +387,66 @@ MUTANTS = (
         FUSED_TESTS,
     ),
     Mutant(
+        "a counter advances for the whole batch that was",
+        (
+            (
+                PUBLISH,
+                "generations[slot, :, :tokens]\n        counters += 1",
+                "generations[slot, :, :tokens]\n        generations[slot] += 1",
+            ),
+        ),
+        MODEL_TESTS,
+    ),
+    Mutant(
+        "the rotation of the slot sets stands still",
+        (("storage.py", "self._next_slot = (chosen + 1) % geometry.SLOT_SETS", "self._next_slot = chosen"),),
+        MODEL_TESTS,
+    ),
+    Mutant(
         "a slot set in flight is handed out",
         (("storage.py", "if chosen in self._in_flight and not idle:", "if False:"),),
         ("test_storage.py",),
+    ),
+    Mutant(
+        "a rank that has given up is answered",
+        (("agreement.py", "    except NoAgreementError:\n        raise\n", ""),),
+        ("test_symmetric_memory.py", "-k", "not_answered"),
+    ),
+    Mutant(
+        "a reset does not wait for the device before it clears",
+        (
+            (
+                "storage.py",
+                "            _finish(self.device)\n            exchange.wait",
+                "            exchange.wait",
+            ),
+        ),
+        ("test_symmetric_memory.py", "-k", "reset_clears"),
+    ),
+    Mutant(
+        "a closed storage keeps its group",
+        (("storage.py", "            self._exchange = None", "            pass"),),
+        ("test_symmetric_memory.py", "-k", "close"),
+    ),
+    Mutant(
+        "one rank's leave to share a card is enough",
+        (("symmetric_memory.py", "or all(card.one_card", "or any(card.one_card"),),
+        SYMMETRIC_TESTS,
+    ),
+    Mutant(
+        "marks are not looked at",
+        (("symmetric_memory.py", "            _check_marks(words)\n", ""),),
+        SYMMETRIC_TESTS,
+    ),
+    Mutant(
+        "a mark stays in the storage",
+        (("symmetric_memory.py", "        mine[0] = 0\n", ""),),
+        ("test_symmetric_memory.py", "-k", "both_forms and 2"),
+    ),
+    Mutant(
+        "PyTorch may set up multicast",
+        (("symmetric_memory.py", 'os.environ[NO_MULTICAST] = "1"', 'os.environ[NO_MULTICAST] = "0"'),),
+        ("test_symmetric_memory.py", "-k", "both_forms and 2"),
     ),
     Mutant(
         "a stride is not checked",

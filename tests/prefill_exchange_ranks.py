@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import msa_icp
+from msa_icp import prefill_exchange
 from msa_icp.cases import poisoned
 
 WORDS = 33
@@ -237,10 +238,16 @@ def bad_tensors(world_size: int) -> Sequence[tuple[str, str, Any]]:
     )
 
 
-def no_backend(rank: int, world_size: int, folder: Path) -> str:
-    """Tensors of a device that the group cannot send from."""
+def no_backend(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Tensors of devices that a group of gloo cannot send from."""
     _, carrier, received = buffers(world_size, 4, False)
-    return refusal(carrier.to("meta"), received.to("meta"))
+    try:
+        prefill_exchange._check_backend(dist.group.WORLD, "cuda")
+        on_cuda = "accepted"
+    except ValueError as error:
+        on_cuda = str(error)
+    dist.barrier()  # a rank that leaves before the other has joined would fail it
+    return [refusal(carrier.to("meta"), received.to("meta")), on_cuda]
 
 
 def over_nccl(rank: int, world_size: int, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Ranks in processes of their own: starting them, what they run, and collecting what they found."""
+"""Ranks in processes of their own: starting them, what they run, and collecting what they found.
+
+The same bodies run on a CPU and on GPUs. There rank r uses card r modulo the number of cards, and has a CUDA
+context of its own, so one card serves as well as several.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,38 +22,83 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import HEADS, merge, publish, random_scores
+from helpers import HEADS, merge, polls_in, publish, random_scores
 
 import msa_icp
-from msa_icp import reference, shared_memory
+from msa_icp import reference, shared_memory, symmetric_memory
 from msa_icp.verify import padded
 
 TOKENS, COLUMNS, NUM_VALID = 2, 30, [30, 11]
-SHORT = 1 << 17
-"""Polls of a wait that fails: some tenths of a second, and more on a busy machine, as every poll yields."""
 GROUP_TIMEOUT_S = 30
 """Of the collectives of gloo: how long a reset may wait where a rank is gone."""
-LONG = 1 << 27
-"""Polls of a wait that must not fail."""
+SHORT_S, LONG_S = 0.3, 20
+HANGS_AFTER_S = 170
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a test run."""
+
+    device: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.device}"
+
+
+CPU = Place("cpu", "torch")
+PLACES = [CPU]
+if torch.cuda.is_available():
+    PLACES += [
+        Place("cuda", name)
+        for name, reason in msa_icp.backends("cuda").items()
+        if reason is None and name != "torch"
+    ]
+
+
+@dataclass
+class Here:
+    """What a rank's process knows of its place."""
+
+    device: torch.device
+    backend: str
+    short: int = 1 << 17
+    """Polls of a wait that fails. On a CPU some tenths of a second, and more on a busy machine, as every poll
+    yields; on a GPU as many as take `SHORT_S`."""
+    long: int = 1 << 27
+    """Polls of a wait that must not fail."""
+
+
+here = Here(torch.device("cpu"), CPU.backend)
 
 
 # ---------------------------------------------------------------- starting
 
 
-def run_ranks(scenario: Callable[..., Any], world_size: int, folder: Path, *arguments: Any) -> list[Any]:
-    """What `scenario(rank, world_size, folder, *arguments)` returned on every rank; None: it was killed."""
+def run_ranks(
+    scenario: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    *arguments: Any,
+    place: Place = CPU,
+    spares: int = 0,
+) -> list[Any]:
+    """What `scenario(rank, world_size, folder, *arguments)` returned on every rank; None: it was killed.
+
+    `spares` more processes run it with ranks from `world_size` on, outside the group.
+    """
     start = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(start)
     if start == "forkserver":
         context.set_forkserver_preload(["torch", "torch.distributed", "msa_icp"])
     ranks = [
-        context.Process(target=_body, args=(scenario, rank, world_size, folder, arguments))
-        for rank in range(world_size)
+        context.Process(target=_body, args=(scenario, rank, world_size, folder, arguments, place, spares))
+        for rank in range(world_size + spares)
     ]
     for process in ranks:
         process.start()
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + HANGS_AFTER_S
         for process in ranks:
             process.join(max(0.0, until - time.monotonic()))
         alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
@@ -60,7 +110,7 @@ def run_ranks(scenario: Callable[..., Any], world_size: int, folder: Path, *argu
                 process.join()
     for error in sorted(folder.glob("error-*")):
         raise AssertionError(f"{error.name}:\n{error.read_text()}")
-    found = [folder / f"result-{rank}.json" for rank in range(world_size)]
+    found = [folder / f"result-{rank}.json" for rank in range(len(ranks))]
     for rank, process in enumerate(ranks):
         assert found[rank].exists() or process.exitcode == -signal.SIGKILL, (
             f"rank {rank} ended without a word"
@@ -68,16 +118,48 @@ def run_ranks(scenario: Callable[..., Any], world_size: int, folder: Path, *argu
     return [json.loads(path.read_text()) if path.exists() else None for path in found]
 
 
-def _body(scenario, rank: int, world_size: int, folder: Path, arguments) -> None:
+def _body(scenario, rank: int, world_size: int, folder: Path, arguments, place: Place, spares: int) -> None:
     torch.set_num_threads(1)
     try:
-        join(folder / "store", rank, world_size)
+        if place.device == "cuda":
+            _to_card(rank, world_size, place.backend, processes=world_size + spares)
+        if rank < world_size:
+            join(folder / "store", rank, world_size)
+            for turn in range(world_size if place.device == "cuda" else 0):
+                if turn == rank:
+                    _measure_polls(world_size)
+                dist.barrier()
+        elif place.device == "cuda":
+            _measure_polls(world_size)
         result = scenario(rank, world_size, folder, *arguments)
         (folder / f"result-{rank}.json").write_text(json.dumps(result))
     except BaseException:
         (folder / f"error-{rank}").write_text(traceback.format_exc())
     # Not through the teardown of a group that has lost a rank.
     os._exit(0)
+
+
+def _to_card(rank: int, world_size: int, backend: str, *, processes: int) -> None:
+    """This process's card, with everything loaded that would otherwise load while a peer waits."""
+    cards = torch.cuda.device_count()
+    if cards < processes:
+        os.environ[symmetric_memory.ONE_CARD] = "1"
+    here.device, here.backend = torch.device("cuda", rank % cards), backend
+    torch.cuda.set_device(here.device)
+    torch.cuda._sleep(1)
+    with msa_icp.ReceiveStorage.in_process(world_size, capacity=TOKENS, device=here.device) as group:
+        for tagged in (False, True):
+            for storage in group:
+                put(storage, 0, 0, tagged)
+            for storage in group:
+                take(storage, 0, tagged)
+                storage.check()
+
+
+def _measure_polls(world_size: int) -> None:
+    """On the card alone, one rank after the other: processes on one card take turns on it."""
+    here.short = polls_in(SHORT_S, world_size, here.backend, here.device)
+    here.long = polls_in(LONG_S, world_size, here.backend, here.device)
 
 
 def join(store: Path, rank: int, world_size: int) -> None:
@@ -121,37 +203,47 @@ def truth(world_size: int, layer: int, rank: int) -> list[list[list[int]]]:
     ]
 
 
-def put(storage, layer: int, slot: int, tagged: bool, spin_limit: int = LONG) -> None:
+def put(storage, layer: int, slot: int, tagged: bool, spin_limit: int | None = None) -> None:
     mine = step_scores(storage.world_size, layer)[storage.rank]
     publish(
         storage,
-        mine,
+        mine.to(storage.device),
         NUM_VALID,
-        backend="torch",
+        backend=here.backend,
         slot=slot,
         tagged=tagged,
         force=(1, 1),
-        spin_limit=spin_limit,
+        spin_limit=spin_limit or here.long,
     )
 
 
-def take(storage, slot: int, tagged: bool, spin_limit: int = LONG) -> list:
+def take(storage, slot: int, tagged: bool, spin_limit: int | None = None) -> list:
     got = merge(
-        storage, NUM_VALID, backend="torch", slot=slot, tagged=tagged, force=(1, 1), spin_limit=spin_limit
+        storage,
+        NUM_VALID,
+        backend=here.backend,
+        slot=slot,
+        tagged=tagged,
+        force=(1, 1),
+        spin_limit=spin_limit or here.long,
     )
     return got.tolist()
 
 
-def run_layers(storage, layers: range, tagged: bool, spin_limit: int = LONG) -> int:
+def run_layers(storage, layers: range, tagged: bool) -> int:
     """Publish and merge, layer after layer; how many were merged wrong."""
     wrong = 0
     for layer in layers:
         with storage.slot_set() as slot:
-            put(storage, layer, slot, tagged, spin_limit)
-            got = take(storage, slot, tagged, spin_limit)
+            put(storage, layer, slot, tagged)
+            got = take(storage, slot, tagged)
         wrong += got != truth(storage.world_size, layer, storage.rank)
     storage.check()
     return wrong
+
+
+def create(group=None, capacity: int = TOKENS) -> msa_icp.ReceiveStorage:
+    return msa_icp.ReceiveStorage.create(group, capacity=capacity, device=here.device)
 
 
 def mapped() -> int:
@@ -171,9 +263,9 @@ def open_files() -> int:
 def attempt(capacity: int, group=None) -> str:
     """Try to create a storage; the error as text, empty where it worked."""
     try:
-        msa_icp.ReceiveStorage.create(group, capacity=capacity).close()
+        create(group, capacity).close()
     except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{'ValueError' if isinstance(error, ValueError) else 'RuntimeError'}: {error}"
     return ""
 
 
@@ -183,7 +275,7 @@ def attempt(capacity: int, group=None) -> str:
 def everything_works(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Both forms, a reset, a second storage beside the first, and nothing left when they are closed."""
     found = {}
-    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+    with create() as storage:
         found["fields"] = [storage.rank, storage.world_size, storage.heads_per_rank, storage.capacity]
         found["mapped"] = mapped()
         found["descriptors"] = open_files()
@@ -196,7 +288,7 @@ def everything_works(rank: int, world_size: int, folder: Path) -> dict[str, Any]
         )
         dist.barrier()
         found["legacy again"] = run_layers(storage, range(30, 35), tagged=False)
-        with msa_icp.ReceiveStorage.create(capacity=TOKENS + 3) as second:
+        with create(capacity=TOKENS + 3) as second:
             found["second"] = run_layers(second, range(40, 44), tagged=True)
             found["first"] = run_layers(storage, range(50, 53), tagged=True)
     found["left"] = mapped() + open_files()
@@ -207,7 +299,7 @@ def groups_of_two(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Two groups of two ranks each in one job of four."""
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     mine = groups[rank % 2]
-    with msa_icp.ReceiveStorage.create(mine, capacity=TOKENS) as storage:
+    with create(mine) as storage:
         ranks = [storage.rank, dist.get_rank(mine), storage.world_size]
         wrong = run_layers(storage, range(6), tagged=False)
         storage.reset()
@@ -217,25 +309,28 @@ def groups_of_two(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 
 
 def a_rank_dies(
-    rank: int, world_size: int, folder: Path, dead: int, tagged: bool, published: bool
+    rank: int, world_size: int, folder: Path, dead: int, tagged: bool, when: str, go_on: str
 ) -> dict[str, Any]:
-    """One rank is killed in layer 4; the others end the step, see the error, and two of them go on."""
-    storage = msa_icp.ReceiveStorage.create(capacity=TOKENS)
+    """One rank is killed in layer 4; the others end the step and see the error, and the group goes on.
+
+    `when`: "before" its publish, "after" it, or in the "middle", with the first token stored alone.
+    `go_on`: with a "spare" process in its place, or as a group of "two" of the living.
+    """
+    if rank == world_size:
+        return {"again": again(folder, dead, world_size, tagged)}
+    storage = create()
     wrong = run_layers(storage, range(4), tagged)
     dist.barrier()  # the limit is short: all of them begin layer 4 together
     if rank == dead:
-        if published:
-            with storage.slot_set() as slot:
-                put(storage, 4, slot, tagged)
-        os.kill(os.getpid(), signal.SIGKILL)
+        _die(storage, tagged, when)
     seconds, rights = [], []
     for layer in range(4, 12):
         began = time.monotonic()
         with storage.slot_set() as slot:
-            put(storage, layer, slot, tagged, SHORT)
-            got = take(storage, slot, tagged, SHORT)
+            put(storage, layer, slot, tagged, here.short)
+            got = take(storage, slot, tagged, here.short)
         seconds.append(time.monotonic() - began)
-        rights.append(got == truth(world_size, layer, rank))
+        rights.append([a == b for a, b in zip(got, truth(world_size, layer, rank), strict=True)])
     found: dict[str, Any] = {"wrong": wrong, "seconds": seconds, "rights": rights}
     try:
         storage.check()
@@ -245,35 +340,101 @@ def a_rank_dies(
     try:
         storage.reset()
     except RuntimeError as caught:  # gloo says that the connection is closed
-        found["reset"] = [type(caught).__name__, time.monotonic() - began]
+        found["reset"] = [str(caught), time.monotonic() - began]
     storage.close()
     found["left"] = mapped() + open_files()
-    survivors = [r for r in range(world_size) if r != dead][:2]
-    if world_size == 4 and rank in survivors:
-        dist.destroy_process_group()
-        join(folder / "store-of-two", survivors.index(rank), 2)
-        with msa_icp.ReceiveStorage.create(capacity=TOKENS) as again:
-            found["again"] = run_layers(again, range(8), tagged)
+    dist.destroy_process_group()
+    if go_on == "spare":
+        found["again"] = again(folder, rank, world_size, tagged)
+    else:
+        survivors = [r for r in range(world_size) if r != dead][:2]
+        if rank in survivors:
+            found["again"] = again(folder, survivors.index(rank), 2, tagged)
     return found
 
 
-def a_rank_fails_and_lives(rank: int, world_size: int, folder: Path, tagged: bool) -> dict[str, Any]:
-    """Rank 1 raises before its publish of layer 3; after a collective reset all of them go on."""
-    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+def _die(storage, tagged: bool, when: str) -> None:
+    if when != "before":
+        tokens = TOKENS if when == "after" else 1
+        with storage.slot_set() as slot:
+            publish(
+                storage,
+                step_scores(storage.world_size, 4)[storage.rank][:tokens].to(storage.device),
+                NUM_VALID[:tokens],
+                backend=here.backend,
+                slot=slot,
+                tagged=tagged,
+                force=(1, 1),
+                spin_limit=here.long,
+            )
+        if storage.device.type == "cuda":
+            torch.cuda.synchronize()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def again(folder: Path, rank: int, world_size: int, tagged: bool) -> int:
+    """A new group and a new storage; how many layers it merges wrong."""
+    join(folder / "store-again", rank, world_size)
+    with create() as storage:
+        return run_layers(storage, range(8), tagged)
+
+
+def a_rank_fails_and_lives(
+    rank: int, world_size: int, folder: Path, tagged: bool, how: str
+) -> dict[str, Any]:
+    """Something is wrong with rank 1 in layer 3; after a collective reset all of them go on.
+
+    `how`: it "raises" before its publish, is one step "behind", which it makes when the others have given up,
+    or publishes a wrong "generation", the one before.
+    """
+    with create() as storage:
         wrong = run_layers(storage, range(3), tagged)
         dist.barrier()
         error = None
-        if rank != 1:
+        if rank != 1 or how == "generation":
+            if rank == 1:
+                storage.publish_generations.sub_(1)
             with storage.slot_set() as slot:
-                put(storage, 3, slot, tagged, SHORT)
-                take(storage, slot, tagged, SHORT)
+                put(storage, 3, slot, tagged, here.short)
+                take(storage, slot, tagged, here.short)
             try:
                 storage.check()
             except msa_icp.IcpTimeoutError as caught:
-                error = [caught.slot, list(caught.ranks)]
+                error = [caught.slot, list(caught.ranks), caught.count]
+        elif how == "raises":
+            with contextlib.suppress(KeyError), storage.slot_set():
+                raise KeyError
+        dist.barrier()
+        if rank == 1 and how == "behind":
+            wrong += run_layers(storage, range(3, 4), tagged)
         storage.reset()
         wrong += run_layers(storage, range(10, 16), tagged)
     return {"wrong": wrong, "error": error}
+
+
+def nobody_resets_with_it(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Rank 1 lives and does not come to the reset; a limit of its own ends it for the others."""
+    storage = create()
+    dist.barrier()
+    began = time.monotonic()
+    error = ""
+    if rank != 1:
+        try:
+            storage.reset(timeout=0.5)
+        except RuntimeError as caught:
+            error = str(caught)
+    else:
+        time.sleep(1.5)
+    return {"seconds": time.monotonic() - began, "error": error}
+
+
+def a_reset_with_a_limit(rank: int, world_size: int, folder: Path) -> int:
+    """A reset for which everybody comes within its limit."""
+    with create() as storage:
+        wrong = run_layers(storage, range(4), tagged=True)
+        time.sleep(0.1 * rank)
+        storage.reset(timeout=20)
+        return wrong + run_layers(storage, range(4), tagged=True)
 
 
 def one_bad_argument(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -283,13 +444,13 @@ def one_bad_argument(rank: int, world_size: int, folder: Path) -> dict[str, Any]
 
 def works_afterwards() -> int:
     """Layers merged wrong by a storage that is made after an attempt has failed."""
-    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+    with create() as storage:
         return run_layers(storage, range(3), tagged=True)
 
 
 def unequal_sizes(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found = {"error": attempt(2 + rank), "left": mapped() + open_files()}
-    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+    with create() as storage:
         found["wrong"] = run_layers(storage, range(3), tagged=False)
     return found
 
@@ -308,7 +469,7 @@ def no_room(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found["mapping"] = attempt(TOKENS)
     shared_memory.SharedBlock.map = mapping
     found["left"] = mapped() + open_files()
-    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+    with create() as storage:
         found["wrong"] = run_layers(storage, range(3), tagged=False)
     return found
 
@@ -323,7 +484,7 @@ def named_files(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     shared_memory.SharedBlock.allocate = staticmethod(partial(right, anonymous=False))
     shared_memory.tempfile.tempdir = str(folder / "tmp")
     found = {"unequal": attempt(2 + rank)}
-    with msa_icp.ReceiveStorage.create(capacity=TOKENS) as storage:
+    with create() as storage:
         dist.barrier()  # every rank has given up its name
         found["names"] = sorted(p.name for p in (folder / "tmp").iterdir())
         found["mapped"] = mapped()
@@ -362,7 +523,7 @@ def killed_in_the_rendezvous(rank: int, world_size: int, folder: Path) -> dict[s
         shared_memory.SharedBlock.allocate = staticmethod(allocate)
     began = time.monotonic()
     try:
-        msa_icp.ReceiveStorage.create(capacity=TOKENS)
+        create()
         error = ""
     except Exception as caught:
         error = type(caught).__name__

@@ -34,7 +34,7 @@ def test_every_kernel_compiles_and_none_spills():
     code, text = doctor_says(loader.ARCHITECTURE)
     assert code == 0, text
     for kernel in cuda_backend.kernels():
-        row = re.search(rf"{re.escape(kernel.variant.name)}\D+(\d+)\D+(\d+)\D+(\d+)", text)
+        row = re.search(rf"│ {re.escape(kernel.variant.name)}\D+(\d+)\D+(\d+)\D+(\d+)", text)
         assert row, kernel.variant.name
         registers, _, spills = map(int, row.groups())
         assert 8 < registers <= 255

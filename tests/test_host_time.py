@@ -28,8 +28,6 @@ def test_every_op_has_a_row(monkeypatch):
     for row in rows.values():
         assert row.checks > 0
         assert row.whole == {}
-    document = host_time.document(torch.device("cpu"), list(rows.values()), date="today", commit="this")
-    assert [row["op"] for row in document["rows"]] == list(rows)
 
 
 @pytest.mark.exchange

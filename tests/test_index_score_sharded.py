@@ -15,7 +15,7 @@ from msa_icp import cases, reference, verify
 from msa_icp.cases import FP8, LAYOUTS, bits, fp8, poisoned
 from msa_icp.prefill_cases import PrefillCase, prefill_case, rows_apart
 
-pytestmark = pytest.mark.prefill
+pytestmark = pytest.mark.prefill(["index_score_sharded"])
 layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
 NEG_INF = float("-inf")
 

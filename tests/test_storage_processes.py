@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import rank_processes
 import torch
-from rank_processes import run_ranks
+from rank_processes import CPU, PLACES, run_ranks
 
 import msa_icp
 from msa_icp import shared_memory
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="watches /proc and /dev/shm")
 forms = pytest.mark.parametrize("tagged", [False, True], ids=["legacy", "tagged"])
+places = pytest.mark.parametrize("place", PLACES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +35,14 @@ def _nothing_is_left():
     assert ours() <= before
 
 
+@places
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_both_forms_and_a_reset(world_size, tmp_path):
-    for rank, found in enumerate(run_ranks(rank_processes.everything_works, world_size, tmp_path)):
+def test_both_forms_and_a_reset(place, world_size, tmp_path):
+    results = run_ranks(rank_processes.everything_works, world_size, tmp_path, place=place)
+    for rank, found in enumerate(results):
         assert found == {
             "fields": [rank, world_size, 4 // world_size, 2],
-            "mapped": world_size,
+            "mapped": world_size if place == CPU else 0,
             "descriptors": 0,
             "legacy": 0,
             "tagged": 0,
@@ -52,40 +55,87 @@ def test_both_forms_and_a_reset(world_size, tmp_path):
         }
 
 
-def test_two_groups_of_two(tmp_path):
-    results = run_ranks(rank_processes.groups_of_two, 4, tmp_path)
+@places
+def test_two_groups_of_two(place, tmp_path):
+    results = run_ranks(rank_processes.groups_of_two, 4, tmp_path, place=place)
     assert sorted(found["ranks"] for found in results) == [[0, 0, 2], [0, 0, 2], [1, 1, 2], [1, 1, 2]]
     assert [found["wrong"] for found in results] == [0] * 4
 
 
+@places
 @pytest.mark.parametrize(
-    ("world_size", "dead", "published", "tagged"),
-    [(2, 1, True, False), (2, 0, False, True), (4, 2, False, False), (4, 2, True, True), (4, 3, False, True)],
+    ("world_size", "dead", "when", "tagged", "go_on"),
+    [
+        (2, 1, "after", False, "spare"),
+        (2, 0, "before", True, "spare"),
+        (4, 2, "before", False, "two"),
+        (4, 2, "after", True, "spare"),
+        (4, 3, "middle", True, "two"),
+        (2, 1, "middle", False, "spare"),
+    ],
 )
-def test_a_killed_rank_is_named_within_one_limit(world_size, dead, published, tagged, tmp_path):
-    results = run_ranks(rank_processes.a_rank_dies, world_size, tmp_path, dead, tagged, published)
+def test_a_killed_rank_is_named_within_one_limit(place, world_size, dead, when, tagged, go_on, tmp_path):
+    results = run_ranks(
+        rank_processes.a_rank_dies,
+        world_size,
+        tmp_path,
+        dead,
+        tagged,
+        when,
+        go_on,
+        place=place,
+        spares=int(go_on == "spare"),
+    )
     assert results[dead] is None
-    for found in results[:dead] + results[dead + 1 :]:
+    survivors = [found for rank, found in enumerate(results[:world_size]) if rank != dead]
+    for found in survivors:
         assert found["wrong"] == 0
-        first = 1 if published else 0  # the first layer, after the fourth, that nobody can merge
-        assert found["rights"] == [True] * first + [False] * (8 - first)
+        first = int(when == "after")  # the first layer, after the fourth, that nobody can merge
+        right = [[True, True]] * first + [[False, False]] * (8 - first)
+        if when == "middle":
+            right[0] = [True, False]
+        assert found["rights"] == right
         slot, ranks, count, token, message = found["error"]
-        assert (slot, ranks, token) == ((4 + first) % 3, [dead], 0)
-        assert count >= (8 - first) * 2 * (4 // world_size)
+        assert (slot, ranks) == ((4 + first) % 3, [dead])
+        assert token == 1 if when == "middle" else token == 0 or place != CPU
+        assert count >= ((8 - first) * 2 - (when == "middle")) * (4 // world_size)
         assert f"rank {dead} did not come" in message
         assert found["left"] == 0
-        assert found["reset"][1] < rank_processes.GROUP_TIMEOUT_S + 10  # it raises
+        assert "cannot be reached" in found["reset"][0]
+        assert found["reset"][1] < rank_processes.GROUP_TIMEOUT_S + 10
         limit, rest = found["seconds"][first], found["seconds"][first + 1 :]
         assert sum(rest) < max(limit, 0.2), found["seconds"]
     again = [found["again"] for found in results if found and "again" in found]
-    assert again == ([0, 0] if world_size == 4 else [])
+    assert again == [0] * (world_size if go_on == "spare" else 2)
 
 
-@forms
-def test_a_rank_that_fails_and_lives(tagged, tmp_path):
-    results = run_ranks(rank_processes.a_rank_fails_and_lives, 4, tmp_path, tagged)
+@places
+@pytest.mark.parametrize(
+    ("how", "tagged"),
+    [("raises", False), ("raises", True), ("behind", False), ("behind", True), ("generation", True)],
+)
+def test_a_rank_that_fails_and_lives(place, how, tagged, tmp_path):
+    results = run_ranks(rank_processes.a_rank_fails_and_lives, 4, tmp_path, tagged, how, place=place)
     assert [found["wrong"] for found in results] == [0] * 4
-    assert [found["error"] for found in results] == [[0, [1]], None, [0, [1]], [0, [1]]]
+    failed = [0, [1], rank_processes.TOKENS]
+    assert [found["error"] for found in results] == [
+        failed,
+        failed if how == "generation" else None,
+        failed,
+        failed,
+    ]
+
+
+@places
+def test_a_reset_ends_within_its_own_limit(place, tmp_path):
+    results = run_ranks(rank_processes.nobody_resets_with_it, 2, tmp_path, place=place)
+    assert results[0]["seconds"] < 1.4, results
+    assert re.search(r"cannot be reached.*Ranks? 1\b", results[0]["error"]), results
+
+
+@places
+def test_a_reset_with_a_limit(place, tmp_path):
+    assert run_ranks(rank_processes.a_reset_with_a_limit, 2, tmp_path, place=place) == [0, 0]
 
 
 def test_unequal_sizes_are_refused_on_every_rank(tmp_path):

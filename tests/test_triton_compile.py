@@ -79,6 +79,7 @@ def compile_for(target: str) -> None:
     from triton.runtime.jit import _normalize_ty
 
     from msa_icp import triton_backend
+    from msa_icp.bench import producer_kernel
     from msa_icp.triton_backend.launch import Target
 
     merge_candidates = importlib.import_module("msa_icp.triton_backend.merge_candidates")
@@ -87,7 +88,8 @@ def compile_for(target: str) -> None:
     else:
         gpu, ours = GPUTarget("cuda", int(target), 32), Target.of_capability("cuda", int(target), 100)
     kernels = set()
-    for kernel, values in chain.from_iterable(variants(ours) for variants in triton_backend.VARIANTS):
+    everything = (*triton_backend.VARIANTS, producer_kernel.variants)
+    for kernel, values in chain.from_iterable(variants(ours) for variants in everything):
         constants = dict(zip(kernel.constants, values, strict=True))
         if not _worth_compiling(constants):
             continue
@@ -101,7 +103,7 @@ def compile_for(target: str) -> None:
             # One word a thread, and no second copy of one: else threads could see different rows.
             assert compiled.asm["ptx"].count("ld.volatile.global.b64") == 1
         kernels.add(kernel)
-    assert len(kernels) == 8
+    assert len(kernels) == 10
     print("compiled")
 
 

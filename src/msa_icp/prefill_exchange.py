@@ -51,9 +51,10 @@ def exchange_prefill(
 
     Raises:
         ValueError: an argument breaks a rule, or the group has no backend for the device; nothing was sent.
-        RuntimeError: `torch.distributed` is not initialised; or a rank is gone, or did not come within the
-            group's timeout. The message says which rank where the exchange learns it (on a CPU). `received`
-            means nothing then, and may be written until the group is destroyed.
+        RuntimeError: `torch.distributed` is not initialised; or, on a CPU, a rank is gone, or did not come
+            within the group's timeout, and the message says which. `received` means nothing then, and may be
+            written until the group is destroyed. With NCCL the call has returned by then: the group's own
+            watchdog finds out, in the way that it is set up for.
     """
     if isinstance(carrier, Tensor):
         _over_group(carrier, received, group)
@@ -78,7 +79,7 @@ def _over_group(
     members = _membership(group)
     world_size, rank = dist.get_world_size(members), dist.get_rank(members)
     rows = checks.exchange(carrier, received, world_size=world_size)
-    _check_backend(members, carrier)
+    _check_backend(members, carrier.device.type)
     if carrier.shape[1] == 0:
         return
     operations = list(_operations(carrier, rows, members, world_size, rank))
@@ -104,11 +105,13 @@ def _membership(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return members
 
 
-def _check_backend(group: dist.ProcessGroup, carrier: Tensor) -> None:
-    kind = carrier.device.type
+def _check_backend(group: dist.ProcessGroup, kind: str) -> None:
+    """The group's backend for tensors of that kind of device moves them."""
     backends = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    if all(entry.partition(":")[0] != kind for entry in backends.split(",")):
-        checks.refuse("group", f"one that has a backend for {kind}, carrier's device", f"one of {backends}")
+    chosen = dict(entry.split(":") for entry in backends.split(",")).get(kind)
+    # gloo takes CUDA tensors for collectives alone: a message would be read from their address on the host.
+    if chosen is None or (chosen == "gloo" and kind != "cpu"):
+        checks.refuse("group", f"one with a backend that sends {kind} tensors", f"one of {backends}")
 
 
 def _operations(

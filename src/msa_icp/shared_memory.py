@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from .agreement import Exchange, agreement, gather
 
 NAME = "msa-icp-rows"
 """How a block shows in a process's memory map, and how a named one begins."""
@@ -82,30 +83,10 @@ class SharedBlock:
 
 
 @contextmanager
-def agreement(exchange: Callable[[Any], list[Any]]) -> Iterator[None]:
-    """Whatever goes wrong in the body on one rank ends the attempt on all of them.
-
-    That rank raises what went wrong there, the others RuntimeError.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    reports = exchange((None if error is None else f"gives up: {error}", None))
-    if error is not None:
-        raise error
-    _all_well(reports)
-
-
-@contextmanager
-def rendezvous(
-    nbytes: int, exchange: Callable[[Any], list[Any]], *, ranks: int, what: str
-) -> Iterator[list[SharedBlock]]:
+def rendezvous(nbytes: int, exchange: Exchange, *, ranks: int, what: str) -> Iterator[list[SharedBlock]]:
     """Each of `ranks` processes allocates `nbytes` and gets everybody's blocks, to map inside the `with`.
 
-    `exchange` gathers one object of every rank. A rank that cannot allocate or map its share tells the
-    others, and all of them raise RuntimeError; ValueError where the ranks ask for different sizes.
+    A rank that cannot allocate or map its share tells the others, and all of them raise RuntimeError.
     """
     block, trouble = None, None
     try:
@@ -113,10 +94,7 @@ def rendezvous(
     except OSError as error:
         trouble = f"cannot allocate {nbytes} bytes of shared memory ({what}): {error}"
     try:
-        theirs = _all_well(exchange((trouble, (block.path, nbytes, block.mark) if block else None)))
-        sizes = [size for _, size, _ in theirs]
-        if len(set(sizes)) > 1:
-            raise ValueError(f"capacity: must be the same on every rank, the ranks ask for {sizes} bytes")
+        theirs = gather(exchange, (block.path, nbytes, block.mark) if block else None, trouble)
         # The paths must last until the last rank has mapped them.
         with agreement(exchange):
             try:
@@ -140,11 +118,3 @@ def _refuse_more_than_there_is(nbytes: int) -> None:
         return
     if found and nbytes > found[0]:
         raise OSError(errno.ENOMEM, f"only {found[0]} bytes of memory are available")
-
-
-def _all_well(reports: list[tuple[str | None, Any]]) -> list[Any]:
-    """What the ranks sent, or RuntimeError with what went wrong on which of them."""
-    wrong = [f"rank {rank} {trouble}" for rank, (trouble, _) in enumerate(reports) if trouble]
-    if wrong:
-        raise RuntimeError("receive storage: " + "; ".join(wrong))
-    return [sent for _, sent in reports]

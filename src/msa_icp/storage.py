@@ -1,7 +1,7 @@
 """Receive storage: allocate it on every rank, exchange the addresses, watch it, take it down.
 
 The rows lie in memory that every rank of a group can write: plain memory for ranks of one process,
-memory shared between processes on a CPU. Contract, sections 6 and 9.
+memory shared between processes on a CPU, PyTorch's symmetric memory on CUDA. Contract, sections 6 and 9.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checks, geometry, shared_memory
+from . import checks, geometry, shared_memory, symmetric_memory
+from .agreement import GroupExchange, agreement, gather
 
 
 class IcpTimeoutError(RuntimeError):
@@ -69,18 +69,23 @@ class ReceiveStorage:
         capacity: int,
         words: Tensor,
         peers: Sequence[Tensor],
-        group: dist.ProcessGroup | None,
+        exchange: GroupExchange | None,
+        mapping: object = None,
     ) -> None:
-        """Made by `create` and `in_process`. `words`: this rank's storage, `peers`: every rank's."""
+        """Made by `create` and `in_process`. `words`: this rank's storage, `peers`: every rank's.
+
+        `mapping` is whatever keeps the peers' memory mapped, where their tensors do not.
+        """
         layout = geometry.comm_layout(world_size, heads_per_rank, capacity)
         self.rank = rank
         self.world_size = world_size
         self.heads_per_rank = heads_per_rank
         self.capacity = capacity
         self.device = words.device
-        self._group = group
+        self._exchange = exchange
         self._words = words
         self._peers = tuple(peers)  # keeps the peers' memory mapped
+        self._mapping = mapping
         self._in_flight: dict[int, tuple[object, torch.cuda.Event | None]] = {}  # user, and when it is done
         self._next_slot = 0
         self._lock = threading.Lock()
@@ -94,6 +99,7 @@ class ReceiveStorage:
         self.publish_generations = words.new_zeros(layout["generations_shape"])
         self.expected_generations = words.new_zeros(layout["expected_shape"])
         self.errors = words.new_zeros(4)
+        _finish(self.device)  # whichever stream uses them first
 
     # ------------------------------------------------------------ creation
 
@@ -108,42 +114,49 @@ class ReceiveStorage:
     ) -> ReceiveStorage:
         """Collective: every rank of `group` (default: the default group) calls it with the same sizes.
 
-        The ranks must be processes of one machine. The shared memory has no name once all ranks have
-        it: the system takes it back when the last of them is gone, however that happens.
+        The ranks must be processes of one machine. On a CPU the shared memory has no name once all ranks have
+        it: the system takes it back when the last of them is gone, however that happens. So does CUDA's
+        driver with the memory of a card; what a killed rank has allocated stays as long as a peer maps it.
 
         Args:
-            group: a group of 2 or 4 ranks whose backend moves Python objects on the CPU (gloo).
+            group: a group of 2 or 4 ranks whose backend moves Python objects on the CPU (gloo), with
+                CUDA too: NCCL ends a process whose peer is gone.
             capacity: the most tokens of one call.
             heads_per_rank: 4 / ranks, the default.
-            device: "cpu": shared memory is what the processes of a CPU have in common.
+            device: "cpu", or this rank's CUDA device (without an index: the current one). The cards must
+                have peer access to one another. Several ranks on one card, for tests, need
+                TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. NVLink multicast is not used.
 
         Raises:
-            ValueError: a size is out of range or differs between ranks, or no storage exists for the device.
+            ValueError: a size is out of range or differs between ranks, the group cannot be used, or no
+                storage exists for the device.
             RuntimeError: the rendezvous failed; the message says where.
         """
-        if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError("group: torch.distributed is not initialised; call init_process_group first")
-        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if rank < 0:
-            checks.refuse("group", "one that this process belongs to", "one that it does not")
-        exchange = _Exchange(group)
-        with shared_memory.agreement(exchange):
-            world, heads, rows = _sizes(world_size, heads_per_rank, capacity)
-            if checks.device("device", device).type != "cpu":
-                checks.refuse(
-                    "device", "cpu, the only one with a storage for several processes so far", device
-                )
-        need = geometry.comm_layout(world, heads, rows)["storage_words"] * 4
-        with shared_memory.rendezvous(need, exchange, ranks=world, what=f"capacity={rows}") as blocks:
-            words = [block.map(torch.int32) for block in blocks]
+        exchange = GroupExchange(group)
+        with agreement(exchange):
+            where = _shared_device(device)
+            world, heads, rows = _sizes(exchange.world_size, heads_per_rank, capacity)
+            asked = gather(exchange, (where.type, rows))
+            for name, mine in (("device", where.type), ("capacity", rows)):
+                theirs = [kind if name == "device" else size for kind, size in asked]
+                if len(set(theirs)) > 1:
+                    checks.refuse(name, f"the same on every rank, the ranks have {theirs}", mine)
+        count = geometry.comm_layout(world, heads, rows)["storage_words"]
+        what, mapping = f"capacity={rows}", None
+        if where.type == "cuda":
+            words, mapping = symmetric_memory.share(count, where, exchange, rank=exchange.rank, what=what)
+        else:
+            with shared_memory.rendezvous(count * 4, exchange, ranks=world, what=what) as blocks:
+                words = [block.map(torch.int32) for block in blocks]
         return ReceiveStorage(
-            rank=rank,
+            rank=exchange.rank,
             world_size=world,
             heads_per_rank=heads,
             capacity=rows,
-            words=words[rank],
+            words=words[exchange.rank],
             peers=words,
-            group=group if group is not None else dist.group.WORLD,
+            exchange=exchange,
+            mapping=mapping,
         )
 
     @staticmethod
@@ -174,7 +187,7 @@ class ReceiveStorage:
                 capacity=rows,
                 words=words[rank],
                 peers=words,
-                group=None,
+                exchange=None,
             )
             for rank in range(world)
         )
@@ -204,12 +217,15 @@ class ReceiveStorage:
         if stream is None:
             stream = cuda_stream or threading.get_ident()
         user = stream.cuda_stream if isinstance(stream, torch.cuda.Stream) else stream
+        # What is captured does not run yet, and an event may not be looked at meanwhile.
+        capturing = cuda_stream is not None and torch.cuda.is_current_stream_capturing()
         with self._lock:
             chosen = (
                 self._next_slot if slot is None else checks.integer("slot", slot, 0, geometry.SLOT_SETS - 1)
             )
-            holder, done = self._in_flight.get(chosen, (user, None))
-            idle = done is not None and (holder == user or done.query())
+            before = self._in_flight.get(chosen)
+            holder, done = before or (user, None)
+            idle = done is not None and (capturing or holder == user or done.query())
             if chosen in self._in_flight and not idle:
                 raise RuntimeError(
                     f"slot: slot set {chosen} is in flight on stream {holder}, stream {user} cannot use it; "
@@ -222,33 +238,54 @@ class ReceiveStorage:
         finally:
             with self._lock:
                 self._in_flight.pop(chosen, None)
-                if cuda_stream is not None and not torch.cuda.is_current_stream_capturing():
+                if capturing and before is not None:
+                    self._in_flight[chosen] = before
+                elif cuda_stream is not None and not capturing:
                     self._in_flight[chosen] = (user, cuda_stream.record_event())
 
     def check(self) -> None:
         """Raise `IcpTimeoutError` if a wait on this storage has failed since the last reset.
 
-        Reads the error words on the host; on a device it waits for the work before it.
+        Reads the error words on the host. On CUDA it waits for the current stream's work and for what has
+        been launched within `slot_set`, on whichever stream.
         """
+        if self.device.type == "cuda":
+            with self._lock:
+                launched = [done for _, done in self._in_flight.values() if done is not None]
+            for done in launched:
+                done.synchronize()
         count, slot, mask, token = self.errors.tolist()
         if count:
             ranks = tuple(r for r in range(self.world_size) if mask >> r & 1)
             raise IcpTimeoutError(slot - 1, ranks, count, token)
 
-    def reset(self) -> None:
+    def reset(self, timeout: float | None = None) -> None:
         """Collective: clear all rows, counters and errors of the group, after a failure.
 
-        Every living rank calls it, with no exchange under way. With a rank gone it raises what the
-        group's barrier raises, at the latest after the group's own timeout: make a group without that
-        rank and create the storage anew.
+        Every living rank calls it, with no exchange under way. On CUDA it first waits for all work of this
+        process on the device, which a failed step ends within one spin limit.
+
+        Args:
+            timeout: seconds that this rank waits for the others, the same on every rank (a gloo group). None:
+                the group's own timeout.
+
+        Raises:
+            RuntimeError: a rank is gone, or did not come in time; with `timeout` the message names it. Make a
+                group without that rank and create the storage anew.
         """
-        if self._group is None:
+        exchange = self._exchange
+        if not self._peers:
+            raise RuntimeError("reset: the receive storage is closed")
+        if exchange is None:
             raise RuntimeError(
                 "reset: ranks in one process are reset together; call reset() of their LocalGroup"
             )
-        dist.barrier(self._group)  # nobody still publishes into what is cleared
-        self._clear()
-        dist.barrier(self._group)  # nobody publishes before all is clear
+        with agreement(exchange):  # nobody still publishes into what is cleared
+            _finish(self.device)
+            exchange.wait_for_all(timeout)
+        with agreement(exchange):  # nobody publishes before all is clear
+            self._clear()
+            _finish(self.device)
 
     def _clear(self) -> None:
         with self._lock:
@@ -259,10 +296,14 @@ class ReceiveStorage:
 
     def close(self) -> None:
         """Let go of the memory; not collective. It goes once the last tensor and the last rank let go."""
-        empty = torch.empty(0, dtype=torch.int32, device=self.device)
-        self._words, self._peers = empty, ()
-        self.recv = self.tagged_recv = empty
-        self.recv_bases = self.tagged_recv_bases = empty.to(torch.int64)
+        try:
+            _finish(self.device)  # kernels in flight still write into what may go now
+        finally:
+            empty = torch.empty(0, dtype=torch.int32, device=self.device)
+            self._words, self._peers, self._mapping = empty, (), None
+            self._exchange = None  # or a group that is destroyed would keep its connections
+            self.recv = self.tagged_recv = empty
+            self.recv_bases = self.tagged_recv_bases = empty.to(torch.int64)
 
     def __enter__(self) -> ReceiveStorage:
         return self
@@ -279,7 +320,9 @@ class LocalGroup(tuple[ReceiveStorage, ...]):
     def reset(self) -> None:
         """Clear all rows, counters and errors of all ranks, with no exchange under way."""
         for storage in self:
+            _finish(storage.device)
             storage._clear()
+            _finish(storage.device)
 
     def close(self) -> None:
         """Let go of the memory of all ranks."""
@@ -295,16 +338,23 @@ class LocalGroup(tuple[ReceiveStorage, ...]):
         self.close()
 
 
-class _Exchange:
-    """What the rendezvous needs of a process group: everybody's objects, in order of rank."""
+def _shared_device(device: torch.device | str) -> torch.device:
+    """The device, where processes can share its memory."""
+    where = checks.device("device", device)
+    must_be = "cpu, or a CUDA device whose memory processes can share"
+    if where.type == "cuda":
+        reason = symmetric_memory.unavailable(where)
+        if reason is not None:
+            checks.refuse("device", must_be, f"{where} ({reason})")
+    elif where.type != "cpu":
+        checks.refuse("device", must_be, where)
+    return where
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
 
-    def __call__(self, mine: Any) -> list[Any]:
-        everybody: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everybody, mine, group=self._group)
-        return everybody
+def _finish(device: torch.device) -> None:
+    """Wait for all work of this process on a CUDA device, whatever the stream."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _sizes(world_size: int, heads_per_rank: int | None, capacity: int) -> tuple[int, int, int]:

@@ -115,7 +115,7 @@ def msa_icp_index_score_sharded_plan(
         qo_segment_lens, kv_segment_lens, num_qo_heads, qo_offset
     )
     where = checks.plan_device("device", default_device() if device is None else device)
-    dispatch.resolve(backend, where, "index_score_sharded_plan_device")
+    dispatch.resolve(backend, where)
     sizes = checks.plan_storage(num_qo_heads, total_q, qo_segment_lens.shape[0], where)
     work_range, work_info = plan_words(
         qo_segment_lens,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +14,8 @@ import msa_icp
 from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, ceil_div
 
 from . import ruler
-from .measure import chain_bytes, chain_length, time_chain, versions
+from .batch import block_table, layers_of, random_keys
+from .measure import chain_bytes, chain_length, time_chain
 
 _RAGGED_THOUSANDS = (11, 15, 22, 30, 41, 52, 66, 66, 70, 85, 99, 120, 150, 180, 210, 236)
 RAGGED = tuple(1000 * thousands for thousands in _RAGGED_THOUSANDS) * 2
@@ -88,16 +88,11 @@ class Workload:
         columns = size.columns(layout)
         pages = sum(columns)
         self.k_bytes = size.k_bytes(layout)
-        launches = chain_length(self.k_bytes, device)
-        self.buffers = list(pool[: launches * self.k_bytes].split(self.k_bytes))
+        self.buffers = layers_of(pool, self.k_bytes, chain_length(self.k_bytes, device))
         self.layers = [
             buffer.view(torch.float8_e4m3fn).view(pages, layout.rows, HEAD_DIM) for buffer in self.buffers
         ]
-        order = torch.randperm(pages).to(torch.int32)
-        table = torch.zeros((len(columns), max(columns)), dtype=torch.int32)
-        for row, (count, own) in enumerate(zip(columns, order.split(columns), strict=True)):
-            table[row, :count] = own
-        self.block_table = table.to(device)
+        self.block_table = block_table(columns, pages).to(device)
         lens = [keys * layout.world_size for keys in size.keys]
         self.seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
         tokens = len(columns) * query_len
@@ -121,12 +116,6 @@ class Workload:
             enable_pdl=enable_pdl,
             backend=backend,
         )
-
-
-def random_keys(nbytes: int, device: torch.device) -> Tensor:
-    """Random e4m3 bytes without NaN."""
-    keys = torch.randint(0, 0xFE, (nbytes,), dtype=torch.uint8, device=device)
-    return keys + (keys >= 0x7F)
 
 
 def rows(
@@ -164,8 +153,3 @@ def rows(
 
 def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
-
-
-def document(device: torch.device, measured: list[Row], *, date: str, commit: str) -> dict[str, Any]:
-    """The JSON document of a run."""
-    return {**versions(device), "date": date, "commit": commit, "rows": [asdict(row) for row in measured]}

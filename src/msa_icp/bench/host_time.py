@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import msa_icp
 from msa_icp import ReceiveStorage, dispatch, num_valid_pages
 from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, decode_pool_bytes
 
-from .measure import time_host, versions
+from .measure import time_host
 
 REQUESTS = 4
 COLUMNS = 8
@@ -188,8 +188,3 @@ class _NothingLoaded(dict[Any, Any]):
 
 def _launch_nothing(*arguments: Any) -> None:
     pass
-
-
-def document(device: torch.device, measured: list[Row], *, date: str, commit: str) -> dict[str, Any]:
-    """The JSON document of a run."""
-    return {**versions(device), "date": date, "commit": commit, "rows": [asdict(row) for row in measured]}

@@ -49,22 +49,35 @@ def time_chain(launch: Callable[[int], None], launches: int, device: torch.devic
     return statistics.median(times) / launches * 1e6
 
 
+def capture(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What replays the launches of `call()` as one CUDA graph; on a CPU, which has none, `call` itself."""
+    if device.type != "cuda":
+        return call
+    with torch.cuda.device(device):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
 def _time_graph(launch: Callable[[int], None], launches: int, device: torch.device) -> float:
+    def chain() -> None:
+        for index in range(launches):
+            launch(index)
+
     with torch.cuda.device(device):
         launch(0)  # compiles and loads what is not loaded yet
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for index in range(launches):
-                launch(index)
-        graph.replay()
+        replay = capture(chain, device)
+        replay()
         torch.cuda.synchronize()
         times: list[float] = []
         spent = 0.0
         while len(times) < _REPLAYS or (spent < _MEASURE_SECONDS and len(times) < 20 * _REPLAYS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            graph.replay()
+            replay()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))

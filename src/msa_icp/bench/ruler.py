@@ -30,6 +30,16 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
+def speed(device: torch.device) -> float | None:
+    """TB/s of the plain read of 268 MB, by which a run is judged; None where it cannot be measured."""
+    if unavailable(device) is not None:
+        return None
+    nbytes = 64 * 8192 * 4 * 128
+    pool = torch.zeros(6 * nbytes, dtype=torch.uint8, device=device)
+    plain, _ = Ruler(device).time(list(pool.split(nbytes)))
+    return round(nbytes / plain / 1e6, 3)
+
+
 class Ruler:
     """The kernels of one source file; ours unless `source` names another with the same two kernels."""
 

@@ -15,6 +15,8 @@ import torch
 from .decode_index_score_sharded import decode_index_score_sharded
 from .decode_index_score_sharded import kernels as _score_kernels
 from .decode_score_publish import decode_score_publish
+from .index_score_sharded import index_score_sharded
+from .index_score_sharded import kernels as _prefill_score_kernels
 from .loader import Kernel
 from .merge_candidates import kernels as _merge_kernels
 from .merge_candidates import merge_candidates
@@ -26,6 +28,7 @@ from .write_index_keys import write_index_keys
 __all__ = [
     "decode_index_score_sharded",
     "decode_score_publish",
+    "index_score_sharded",
     "kernels",
     "merge_candidates",
     "not_installed",
@@ -55,7 +58,9 @@ def not_installed() -> str | None:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel of the backend."""
-    return chain(_score_kernels(), _publish_kernels(), _merge_kernels(), _write_kernels())
+    return chain(
+        _score_kernels(), _publish_kernels(), _merge_kernels(), _write_kernels(), _prefill_score_kernels()
+    )
 
 
 def unavailable(device: torch.device) -> str | None:

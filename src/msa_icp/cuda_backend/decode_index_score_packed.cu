@@ -129,7 +129,7 @@ __device__ __forceinline__ void score(const Arguments& with) {
     if (later >> piece & 1) start_copy(piece);
   }
 
-  QueryFragment queries[kGroups];
+  WarpScorer<kGroups> scorer;
   Best<kGroups> best;
   Place here = ahead;  // of the products
   int request = -1;
@@ -145,17 +145,17 @@ __device__ __forceinline__ void score(const Arguments& with) {
       if (its_request != request) {
         request = its_request;
         first_position = sequence_length(with, request) - static_cast<int>(with.query_len);
-        take_queries(queries, with, request, lane);
+        scorer.take(with, request, lane);
       }
     }
     const int column = from_lane(here.column, place);
     if (from_lane(here.page, place) >= 0) {
       const bool all_seen = from_lane(here.history, place);
       const int stage = piece % kStages;
-      wait_for_copy(&arrived[warp][stage], parity >> stage & 1);
+      wait_for(&arrived[warp][stage], parity >> stage & 1);
       parity ^= 1u << stage;
-      best.add(keys[warp][stage], queries, lane, all_seen, column, in_page * kPieceRows, first_position,
-               static_cast<int>(with.rank));
+      const Sight sight = {all_seen, column, in_page * kPieceRows, first_position, static_cast<int>(with.rank)};
+      scorer.add(best, keys[warp][stage], sight, lane);
     }
     meet_warp();  // all lanes have read the stage
     const int next = piece + kStages;

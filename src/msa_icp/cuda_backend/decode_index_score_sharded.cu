@@ -7,11 +7,12 @@
 // Launch: CTAs (column groups, requests, requests / gridDim.y), kThreads threads.
 
 #include "device/decode_score.cuh"
+#include "device/group_scorer.cuh"
 #include "device/ptx/launch.cuh"
 
 constexpr int kTileColumns = kWarps / kPagePieces;  // columns that the warps score at once
 
-template <int kGroups, int kPieces>
+template <class Scorer, int kGroups, int kPieces>
 __device__ __forceinline__ void score(const Arguments& with) {
   alignas(128) __shared__ unsigned char keys[kWarps][kPieces][kPieceBytes];
   __shared__ Barrier arrived[kWarps][kPieces];
@@ -53,19 +54,21 @@ __device__ __forceinline__ void score(const Arguments& with) {
   if (has_keys && !history) start_copy();
   meet_warp();
 
-  QueryFragment queries[kGroups];
-  take_queries(queries, with, request, lane);
+  Scorer scorer;
+  scorer.take(with, request, lane);
   const int first_position = seq_len - static_cast<int>(with.query_len);
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
     const int column = first_column + piece * kTileColumns + warp / kPagePieces;
     Best<kGroups> best;
     best.clear();
-    if (from_lane(has_keys, piece)) {
-      const bool all_seen = from_lane(history, piece);
-      wait_for_copy(&arrived[warp][piece], 0);
-      best.add(keys[warp][piece], queries, lane, all_seen, column, first_row, first_position,
-               static_cast<int>(with.rank));
+    const bool here = from_lane(has_keys, piece);
+    if (here) wait_for(&arrived[warp][piece], 0);
+    if (here || Scorer::kTogether) {
+      const Sight sight = {static_cast<bool>(from_lane(history, piece)), column, first_row, first_position,
+                           static_cast<int>(with.rank)};
+      scorer.add(best, keys[warp][piece], sight, lane);
+      if (!here) best.clear();
       best.combine();
     }
     if constexpr (kPagePieces == 1) {
@@ -98,8 +101,13 @@ __device__ __forceinline__ void score(const Arguments& with) {
   }
 }
 
-// GROUPS times eight query rows, PIECES a warp; RESIDENT CTAs are to share a multiprocessor.
+// GROUPS times eight query rows, PIECES a warp; RESIDENT CTAs are to share a multiprocessor. TOGETHER: the four warps
+// multiply as a warp group, else each on its own.
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     decode_index_score_sharded(const __grid_constant__ Arguments with) {
-  score<GROUPS, PIECES>(with);
+  if constexpr (TOGETHER) {
+    score<GroupScorer<GROUPS>, GROUPS, PIECES>(with);
+  } else {
+    score<WarpScorer<GROUPS>, GROUPS, PIECES>(with);
+  }
 }

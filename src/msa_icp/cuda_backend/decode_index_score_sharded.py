@@ -36,6 +36,10 @@ class Schedule:
     short_resident: tuple[tuple[int, tuple[int, int]], ...] = ((1, (8, 6)), (2, (5, 5)), (4, (4, 4)))
     """For each number of query groups: short CTAs that are to share a multiprocessor, with one and two
     pieces a warp."""
+    together: tuple[int, ...] = (4,)
+    """Numbers of query groups for which the warps of a short CTA multiply as one warp group."""
+    together_resident: tuple[tuple[int, tuple[int, int]], ...] = ((1, (8, 6)), (2, (7, 6)), (4, (6, 5)))
+    """The same as `short_resident` for those."""
     packed_resident: tuple[tuple[int, int], ...] = ((1, 6), (2, 5), (4, 3))
     """For each number of query groups: staying CTAs of a multiprocessor."""
     packed_stages: int = 2
@@ -62,8 +66,16 @@ def _kernel(source: str, layout: tuple[int, int], groups: int, **constants: int)
 @functools.cache
 def short_kernel(layout: tuple[int, int], groups: int, pieces: int) -> Kernel:
     """The short CTAs for a layout (page size, world size), query groups, and pieces a warp."""
-    resident = dict(SCHEDULE.short_resident)[groups][pieces - 1]
-    return _kernel("decode_index_score_sharded", layout, groups, PIECES=pieces, RESIDENT=resident)
+    together = groups in SCHEDULE.together
+    residents = SCHEDULE.together_resident if together else SCHEDULE.short_resident
+    return _kernel(
+        "decode_index_score_sharded",
+        layout,
+        groups,
+        PIECES=pieces,
+        TOGETHER=int(together),
+        RESIDENT=dict(residents)[groups][pieces - 1],
+    )
 
 
 @functools.cache

@@ -125,9 +125,11 @@ def _disk_cache() -> Any:
 class Kernel:
     """A variant that can be launched."""
 
-    def __init__(self, variant: Variant, threads: int, words: int) -> None:
+    def __init__(self, variant: Variant, threads: int, words: int, shared_bytes: int = 0) -> None:
+        """`words` of arguments; `shared_bytes` of dynamic shared memory."""
         self.variant = variant
         self.threads = threads
+        self.shared_bytes = shared_bytes
         self._words = struct.Struct(f"{words}q")
         self._loaded: dict[int, Any] = {}
         self._packed = threading.local()
@@ -166,6 +168,13 @@ class Kernel:
                 kernel = driver.CUkernel(int(code.get_kernel(self.variant.source).handle))
                 # Libraries load lazily: asking for the function is what loads the kernel.
                 function = _checked(driver.cuKernelGetFunction(kernel))
+                # One split between L1 and shared memory for all: a multiprocessor must be empty to change it,
+                # so a launch that wants another one could not overlap with the one before.
+                carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                _checked(driver.cuFuncSetAttribute(function, carveout, 100))
+                if self.shared_bytes:
+                    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    _checked(driver.cuFuncSetAttribute(function, limit, self.shared_bytes))
                 self._code = code  # owns what the function is part of
                 self._loaded[device.index] = function
         return self._loaded[device.index]
@@ -192,6 +201,7 @@ class Kernel:
 
         config = driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
         if dependent:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION

@@ -104,6 +104,7 @@ __device__ __forceinline__ void publish(const Arguments& with, const Key* best, 
       if (ready != 0) failures.record(with.slot, 1 << head / with.heads_per_rank, token);
     }
     ready = from_lane(ready, 0);
+    meet_warp();  // what lane 0 acquired is for all of them: the owner has read the row before
     if (ready == 0) {
       store(row + at, word);
       meet_warp();

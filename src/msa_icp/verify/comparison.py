@@ -91,7 +91,7 @@ def no_exchange(backend: str, device: str) -> str | None:
     return None
 
 
-def no_prefill(backend: str) -> str | None:
-    """Why this backend serves no prefill windows; None where it does."""
-    lacking = [op for op in PREFILL_OPS if not hasattr(dispatch.package(backend), op)]
+def no_prefill(backend: str, ops: Sequence[str] = PREFILL_OPS) -> str | None:
+    """Why this backend does not do these prefill ops; None where it does."""
+    lacking = [op for op in ops if op not in dispatch.package(backend).__all__]
     return f"the {backend} backend has no {', '.join(lacking)}" if lacking else None

@@ -18,7 +18,7 @@ from ..cases import poisoned
 from ..prefill_cases import PrefillCase
 from ..prefill_exchange import exchange_prefill
 from ..prefill_plan import MSAIcpScorePlan
-from .comparison import BITWISE, Result, Truth, differences, is_slow, no_exchange, padded
+from .comparison import BITWISE, Result, Truth, differences, is_slow, no_exchange, no_prefill, padded
 
 # ---------------------------------------------------------------- what is true
 
@@ -115,7 +115,7 @@ def merged_truth(case: PrefillCase, carriers: Sequence[Tensor], *, bitwise: bool
 
 
 def plan_on_device(case: PrefillCase, backend: str, device: str) -> MSAIcpScorePlan:
-    """The device plan in storage that is full of garbage."""
+    """The device plan in storage that is full of garbage; of another backend where this one has none."""
     batch = case.qo_lens.shape[0]
     sizes = api.msa_icp_index_score_plan_storage(
         num_qo_heads=cases.HEADS, total_q=case.total_q, batch=batch, device=device
@@ -129,7 +129,7 @@ def plan_on_device(case: PrefillCase, backend: str, device: str) -> MSAIcpScoreP
         packed_work_range=torch.full((sizes["work_range_numel"],), -7, dtype=torch.int64, device=device),
         packed_work_info=torch.full((sizes["work_info_numel"],), -9, dtype=torch.int64, device=device),
         workspace=torch.empty(sizes["workspace_bytes"], dtype=torch.uint8, device=device),
-        backend=backend,
+        backend="auto" if no_prefill(backend, ["index_score_sharded_plan_device"]) else backend,
     )
 
 

@@ -26,7 +26,7 @@ inline float half_of(unsigned pair, int which) {
   return exponent ? sign * std::ldexp(1024.0f + fraction, exponent - 25) : sign * std::ldexp(fraction, -24);
 }
 
-inline void multiply_add(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+inline void multiply_add(float* sums, const unsigned (&a)[4], const unsigned (&b)[2]) {
   struct Registers {
     unsigned a[4], b[2];
   } mine;

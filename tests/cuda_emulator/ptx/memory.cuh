@@ -24,6 +24,15 @@ inline void store(T* to, const T& value) {
 
 inline Words load_shared(const unsigned char* from) { return load(reinterpret_cast<const Words*>(from)); }
 
+inline unsigned char* dynamic_shared() {
+  alignas(128) static thread_local unsigned char memory[227 * 1024];
+  return memory;
+}
+
+inline void store_shared(unsigned char* to, unsigned value) { store(reinterpret_cast<unsigned*>(to), value); }
+
+inline void publish_shared() {}
+
 struct Copy {
   unsigned char* to;
   std::vector<unsigned char> bytes;
@@ -31,34 +40,48 @@ struct Copy {
 
 struct Barrier {
   unsigned long long made_in;  // which CTA; shared memory outlives one here
-  unsigned uses;               // that have been waited for
-  std::vector<Copy> copies;
+  unsigned arrivals, arrived, phases;
+  std::vector<Copy> copies;  // of the phase that runs
 };
 
-inline void make_barrier(Barrier* barrier) {
+inline bool is_made(const Barrier* barrier) { return barrier->made_in == emulator::cta_number; }
+
+inline void end_phase(Barrier* barrier) {
+  barrier->arrived = 0;
+  ++barrier->phases;
+  ++emulator::progress;
+}
+
+inline void make_barrier(Barrier* barrier, unsigned arrivals = 1) {
   barrier->made_in = emulator::cta_number;
-  barrier->uses = 0;
+  barrier->arrivals = arrivals;
+  barrier->arrived = barrier->phases = 0;
   barrier->copies.clear();
 }
 
 inline void publish_barriers() {}
 
-inline void copy_to_shared(unsigned char* to, const unsigned char* from, unsigned bytes, Barrier* barrier) {
-  if (barrier->made_in != emulator::cta_number) emulator::fail("a copy to a barrier that is not there");
-  if (bytes % 16 || reinterpret_cast<unsigned long long>(from) % 16 || reinterpret_cast<unsigned long long>(to) % 16) {
-    emulator::fail("a copy that is not aligned");
-  }
-  if (!barrier->copies.empty()) emulator::fail("a second copy to a barrier in use");
-  barrier->copies.push_back({to, {from, from + bytes}});
-  ++emulator::copies_in_flight;
+inline void arrive(Barrier* barrier) {
+  if (!is_made(barrier)) emulator::fail("an arrival at a barrier that is not there");
+  if (barrier->arrived == barrier->arrivals) emulator::fail("more arrivals than a barrier takes");
+  if (++barrier->arrived == barrier->arrivals && barrier->copies.empty()) end_phase(barrier);
   ++emulator::progress;
 }
 
-inline void wait_for_copy(Barrier* barrier, unsigned parity) {
+inline void copy_to_shared(unsigned char* to, const unsigned char* from, unsigned bytes, Barrier* barrier) {
+  if (!is_made(barrier)) emulator::fail("a copy to a barrier that is not there");
+  if (bytes % 16 || reinterpret_cast<unsigned long long>(from) % 16 || reinterpret_cast<unsigned long long>(to) % 16) {
+    emulator::fail("a copy that is not aligned");
+  }
+  barrier->copies.push_back({to, {from, from + bytes}});
+  ++emulator::copies_in_flight;
+  arrive(barrier);
+}
+
+inline void wait_for(Barrier* barrier, unsigned parity) {
   for (;;) {
-    const bool made = barrier->made_in == emulator::cta_number;
-    if (made && barrier->uses % 2 != parity) return;  // somebody has seen it arrive already
-    if (made && !barrier->copies.empty()) break;
+    if (is_made(barrier) && barrier->phases % 2 != parity) return;
+    if (is_made(barrier) && barrier->arrived == barrier->arrivals) break;  // its copies arrive now
     emulator::yield();
   }
   for (const Copy& copy : barrier->copies) {
@@ -66,6 +89,5 @@ inline void wait_for_copy(Barrier* barrier, unsigned parity) {
     --emulator::copies_in_flight;
   }
   barrier->copies.clear();
-  ++barrier->uses;
-  ++emulator::progress;
+  end_phase(barrier);
 }

@@ -72,16 +72,19 @@ __device__ __forceinline__ const unsigned char* piece_address(const Arguments& w
   return with.index_k + page * with.page_pitch + first_row * kDim;
 }
 
-template <int kGroups>
-__device__ __forceinline__ void take_queries(QueryFragment (&queries)[kGroups], const Arguments& with,
-                                             long long request, int lane) {
+__device__ __forceinline__ const unsigned char* query_row(const Arguments& with, long long request, int row) {
   const int rows = kHeads * static_cast<int>(with.query_len);
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    const int row = group * kGroup + lane / 4;
-    queries[group].take(row < rows ? with.index_q + (request * rows + row) * kDim : nullptr, lane);
-  }
+  return row < rows ? with.index_q + (request * rows + row) * kDim : nullptr;
 }
+
+// Which keys of a piece a token sees.
+struct Sight {
+  bool all;            // every token sees every one
+  int column;          // of the page
+  int first_row;       // of the piece, in the page
+  int first_position;  // of the request's first token
+  int rank;
+};
 
 // The best product of each query row so far. A lane holds columns 2 t and 2 t + 1 of each group, t = lane % 4, over
 // the key rows that it has seen; after `combine` over all that the warp has seen.
@@ -94,28 +97,26 @@ struct Best {
     for (int group = 0; group < kGroups; ++group) of[group][0] = of[group][1] = minus_infinity();
   }
 
-  // The rows of a piece, from local row `first_row` of the page on. `all_seen`: every token sees every row of it.
-  __device__ __forceinline__ void add(const unsigned char* keys, const QueryFragment (&queries)[kGroups], int lane,
-                                      bool all_seen, int column, int first_row, int first_position, int rank) {
-#pragma unroll
-    for (int rows = 0; rows < kPieceRows; rows += 16) {
-      float sums[kGroups][4];
-      score_rows(sums, keys + rows * kDim, lane, queries);
-      if (!all_seen) {
-        const int row = first_row + rows + lane / 4;
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          const int position = first_position + (group * kGroup + lane % 4 * 2) / kHeads;
-          if (Layout::position(column, row, rank) > position) sums[group][0] = sums[group][1] = minus_infinity();
-          if (Layout::position(column, row + 8, rank) > position) {
-            sums[group][2] = sums[group][3] = minus_infinity();
-          }
-        }
-      }
+  // The products of 16 key rows, from row `rows` of the piece on, with all groups.
+  __device__ __forceinline__ void add(float (&sums)[4 * kGroups], int rows, const Sight& sight, int lane) {
+    if (!sight.all) {
+      const int row = sight.first_row + rows + lane / 4;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
+        const int position = sight.first_position + (group * kGroup + lane % 4 * 2) / kHeads;
+        if (Layout::position(sight.column, row, sight.rank) > position) {
+          sums[4 * group] = sums[4 * group + 1] = minus_infinity();
+        }
+        if (Layout::position(sight.column, row + 8, sight.rank) > position) {
+          sums[4 * group + 2] = sums[4 * group + 3] = minus_infinity();
+        }
+      }
+    }
 #pragma unroll
-        for (int i = 0; i < 2; ++i) of[group][i] = larger(of[group][i], larger(sums[group][i], sums[group][i + 2]));
+    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        of[group][i] = larger(of[group][i], larger(sums[4 * group + i], sums[4 * group + i + 2]));
       }
     }
   }
@@ -128,6 +129,36 @@ struct Best {
 #pragma unroll
         for (int i = 0; i < 2; ++i) of[group][i] = larger(of[group][i], from_lane_across(of[group][i], distance));
       }
+    }
+  }
+};
+
+// Scores pieces with the queries in registers, each warp on its own.
+template <int kGroups>
+struct WarpScorer {
+  static constexpr bool kTogether = false;  // whether all warps must be there
+  QueryFragment queries[kGroups];
+
+  __device__ __forceinline__ void take(const Arguments& with, long long request, int lane) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      queries[group].take(query_row(with, request, group * kGroup + lane / 4), lane);
+    }
+  }
+
+  __device__ __forceinline__ void add(Best<kGroups>& best, const unsigned char* keys, const Sight& sight, int lane) const {
+#pragma unroll
+    for (int rows = 0; rows < kPieceRows; rows += 16) {
+      const KeyFragment fragment(keys + rows * kDim, lane);
+      float sums[4 * kGroups] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        unsigned a[4];
+        fragment.share(step, a);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) multiply_add(sums + 4 * group, a, queries[group].share[step]);
+      }
+      best.add(sums, rows, sight, lane);
     }
   }
 };

@@ -37,24 +37,20 @@ struct QueryFragment {
   }
 };
 
-// Dot products of 16 key rows in shared memory with kGroups times eight query rows.
-template <int kGroups>
-__device__ __forceinline__ void score_rows(float (&sums)[kGroups][4], const unsigned char* keys, int lane,
-                                           const QueryFragment (&queries)[kGroups]) {
-  const unsigned char* from = keys + lane / 4 * kDim + lane % 4 * 16;
-  const Words upper[2] = {load_shared(from), load_shared(from + kHalf)};
-  const Words lower[2] = {load_shared(from + 8 * kDim), load_shared(from + 8 * kDim + kHalf)};
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[group][i] = 0.0f;
+// Sixteen key rows in shared memory as fragments of a first factor.
+struct KeyFragment {
+  Words upper[2], lower[2];  // rows lane / 4, and eight rows on
+
+  __device__ __forceinline__ KeyFragment(const unsigned char* keys, int lane) {
+    const unsigned char* from = keys + lane / 4 * kDim + lane % 4 * 16;
+    upper[0] = load_shared(from);
+    upper[1] = load_shared(from + kHalf);
+    lower[0] = load_shared(from + 8 * kDim);
+    lower[1] = load_shared(from + 8 * kDim + kHalf);
   }
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    unsigned a[4];
+
+  __device__ __forceinline__ void share(int step, unsigned (&a)[4]) const {
     step_share(upper, step, a[0], a[2]);
     step_share(lower, step, a[1], a[3]);
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) multiply_add(sums[group], a, queries[group].share[step]);
   }
-}
+};

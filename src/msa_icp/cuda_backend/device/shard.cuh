@@ -11,6 +11,13 @@ struct Shard {
     return kPage * column + kRows * rank + row;
   }
 
+  // How many local rows of page column `column` are at positions up to `last`; more than kRows behind the page.
+  static __device__ __forceinline__ int rows_up_to(int column, int last, int rank) {
+    const int first = position(column, 0, rank);
+    constexpr int kStep = kInterleaved ? kWorld : 1;
+    return last < first ? 0 : (last - first) / kStep + 1;
+  }
+
   // Local row of the key at `within` of its page, or -1 where another rank holds it.
   static __device__ __forceinline__ int row(int within, int rank) {
     if constexpr (kInterleaved) return within % kWorld == rank ? within / kWorld : -1;

@@ -7,11 +7,11 @@ __device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short pair) {
   return halves;
 }
 
-// sums += a * b: a is 16 x 16, b is 16 x 8, sums is 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds
+// sums += a * b: a is 16 x 16, b is 16 x 8, the four sums are 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds
 //   a[0], a[1]: rows g and g + 8, k = 2 t and 2 t + 1;  a[2], a[3]: the same rows, k = 2 t + 8 and 2 t + 9
 //   b[0], b[1]: column g, k = 2 t and 2 t + 1, k = 2 t + 8 and 2 t + 9
 //   sums[0], sums[1]: row g, columns 2 t and 2 t + 1;   sums[2], sums[3]: row g + 8, the same columns
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+__device__ __forceinline__ void multiply_add(float* sums, const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"

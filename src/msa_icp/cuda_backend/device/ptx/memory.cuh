@@ -54,22 +54,41 @@ __device__ __forceinline__ Words load_shared(const unsigned char* from) {
   return value;
 }
 
-// Barriers in shared memory that count the bytes of bulk copies. One thread makes a barrier, announces the
-// bytes and starts the copies; any thread may wait, once the warp has met after the barrier was made.
+// Dynamic shared memory of the launch, 128-byte aligned.
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
+}
+
+__device__ __forceinline__ void store_shared(unsigned char* to, unsigned value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(to)), "r"(value) : "memory");
+}
+
+// What this thread has stored to shared memory is there for the copy engine and for matrix products.
+__device__ __forceinline__ void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Barriers in shared memory. A phase ends when `arrivals` threads have arrived, and all bytes of the copies that were
+// announced with an arrival are there. Any thread may wait, once the warp has met after the barrier was made.
 using Barrier = unsigned long long;
 
-__device__ __forceinline__ void make_barrier(Barrier* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void make_barrier(Barrier* barrier, unsigned arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
 // Makes new barriers visible to the copy engine.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  publish_shared();
 }
 
-// Starts a copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) into shared memory. The keys are
-// read once a launch, so their lines may leave the L2 first.
+__device__ __forceinline__ void arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrives, and starts a copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) into shared memory. The
+// keys are read once a launch, so their lines may leave the L2 first.
 __device__ __forceinline__ void copy_to_shared(unsigned char* to, const unsigned char* from, unsigned bytes,
                                                Barrier* barrier) {
   const unsigned at = shared_address(barrier);
@@ -83,8 +102,8 @@ __device__ __forceinline__ void copy_to_shared(unsigned char* to, const unsigned
       : "memory");
 }
 
-// `parity`: 0 for the barrier's first use, 1 for its second, 0 for its third.
-__device__ __forceinline__ void wait_for_copy(Barrier* barrier, unsigned parity) {
+// Waits for the end of a phase. `parity`: 0 for the barrier's first phase, 1 for its second, 0 for its third.
+__device__ __forceinline__ void wait_for(Barrier* barrier, unsigned parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"

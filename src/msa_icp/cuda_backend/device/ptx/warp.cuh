@@ -2,6 +2,7 @@
 
 constexpr int kWarpSize = 32;
 
+
 __device__ __forceinline__ int from_lane(int value, int lane) {
   return __shfl_sync(0xffffffff, value, lane);
 }

@@ -1,0 +1,50 @@
+"""What the benchmark scripts share: options of the JSON document, and the document."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .measure import versions
+
+
+def parser(description: str | None, results: Path, *, backends: bool = True) -> argparse.ArgumentParser:
+    """The options that every script has; `results` is where documents go, `backends`: they can be chosen."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--name", help="of the card, in the file's name; without it nothing is written")
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    if backends:
+        made.add_argument("--backend", nargs="+", help="default: every kernel backend of the device")
+    made.add_argument("--commit", help="what is measured; default: git's HEAD")
+    made.add_argument("--out", type=Path, default=results)
+    return made
+
+
+def write(args: argparse.Namespace, stem: str, measured: Sequence[Any], **facts: Any) -> None:
+    """Write rows (dataclasses), and what they hold for, to `<stem>_<name>.json`, if there is a name."""
+    if args.name is None:
+        return
+    commit = args.commit
+    if commit is None:
+        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{stem}_{args.name}.json"
+    document = {
+        **versions(torch.device(args.device)),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        **facts,
+        "rows": [asdict(row) for row in measured],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(f"wrote {path}", flush=True)
