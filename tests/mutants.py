@@ -798,6 +798,11 @@ MUTANTS = (
         ("test_exchange_prefill.py", "-k", "killed and 2-0"),
     ),
     Mutant(
+        "gloo sends from addresses of a GPU",
+        ((PREFILL_EXCHANGE, ' or (chosen == "gloo" and kind != "cpu")', ""),),
+        ("test_exchange_prefill.py", "-k", "without_a_backend"),
+    ),
+    Mutant(
         "a prompt is cached before it has entered",
         ((ENGINE, "self._whole_sections(place, start))", "self._whole_sections(place, prompt))"),),
         ENGINE_TESTS,
