@@ -816,7 +816,7 @@ MUTANTS = (
                 "            self._written.setdefault(page, 0)\n",
             ),
         ),
-        ENGINE_TESTS,
+        ("test_replay_engine.py", "-k", "tight_cache"),
     ),
     Mutant(
         "entered keys are not known to be there",
