@@ -58,7 +58,7 @@ class _Bar:
         )
         self._task = self._bar.add_task("starting", total=steps, rates="")
         self._start: float | None = None
-        self._decoded = 0  # steps that decoded, as far as was heard
+        self._steps = self._decode_steps = 0  # as far as was heard
 
     def __enter__(self) -> _Bar:
         self._bar.start()
@@ -80,6 +80,8 @@ class _Bar:
             k_bytes = progress.k_bytes + progress.prefill_k_bytes - first.k_bytes - first.prefill_k_bytes
             megabytes = k_bytes / seconds / 1e6
             rates = f"prefill {prompts:,.0f}, decode {tokens:,.0f} tokens/s, {megabytes:,.0f} MB/s K"
-        doing = "decoding" if progress.decode_steps > self._decoded else "prefilling"
-        self._decoded = progress.decode_steps
-        self._bar.update(self._task, completed=progress.steps, rates=rates, description=doing)
+        if progress.steps > self._steps:  # the last call repeats what is known
+            doing = "decoding" if progress.decode_steps > self._decode_steps else "prefilling"
+            self._bar.update(self._task, description=doing)
+        self._steps, self._decode_steps = progress.steps, progress.decode_steps
+        self._bar.update(self._task, completed=progress.steps, rates=rates)
