@@ -54,6 +54,27 @@ def test_a_spill_is_an_error(monkeypatch):
 
 
 @needs_nvrtc
+def test_products_that_wait_for_each_other_are_an_error(monkeypatch):
+    """A branch around the products, and the compiler cannot tell where their registers are used."""
+    real = loader.Variant.text
+
+    def branching(self, *arguments):
+        source = real(self, *arguments)
+        for before in ("    begin_products();\n", "    wait_for_products(sums);\n"):
+            assert source.count(before) == 1
+            source = source.replace(before, f"    if (piece.most[group] > 9) {{\n{before}")
+        return source.replace("    end_products();\n", "    end_products();\n    }\n").replace(
+            "    wait_for_products(sums);\n", "    wait_for_products(sums);\n    }\n"
+        )
+
+    monkeypatch.setattr(loader.Variant, "text", branching)
+    monkeypatch.setattr(cuda_backend, "kernels", lambda: [*cuda_backend._prefill_score_kernels()][:1])
+    code, text = doctor_says(loader.ARCHITECTURE)
+    assert code == 1
+    assert "products wait for each other" in text
+
+
+@needs_nvrtc
 def test_a_kernel_that_does_not_compile_is_an_error(monkeypatch):
     monkeypatch.setattr(loader.Variant, "text", lambda self: "extern int;")
     monkeypatch.setattr(cuda_backend, "kernels", lambda: [*cuda_backend._write_kernels()][:1])

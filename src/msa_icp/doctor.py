@@ -37,7 +37,7 @@ def run(console: Console) -> int:
 def compile_kernels(console: Console, architecture: str) -> int:
     """Compile every CUDA kernel for `architecture` and print what it takes; no GPU is needed.
 
-    Returns 0 where all compile and none spills registers, else 1.
+    Returns 0 where all compile, none spills registers, and no matrix products wait for each other, else 1.
     """
     from .cuda_backend import kernels, not_installed
 
@@ -57,8 +57,10 @@ def compile_kernels(console: Console, architecture: str) -> int:
             bad += 1
             console.print(f"{kernel.variant.name}: {error}", style="red", markup=False)
             continue
-        bad += report.spills > 0
+        bad += report.spills > 0 or report.serialized
         spills = f"[red]{report.spills}[/red]" if report.spills else "0"
+        if report.serialized:
+            spills += " [red]its products wait for each other[/red]"
         table.add_row(kernel.variant.name, str(report.registers), str(report.shared), spills)
     console.print(table)
     return 1 if bad else 0

@@ -22,9 +22,12 @@ __device__ __forceinline__ void add_up_columns(int* ends, int* of_warp, const Ar
   int columns[kThreadRequests];
   int own = 0;
 #pragma unroll
+  for (int i = 0; i < kThreadRequests; ++i) {  // all loads before the first use
+    columns[i] = i < each && first + i < requests ? sequence_length(with, first + i) : 0;
+  }
+#pragma unroll
   for (int i = 0; i < kThreadRequests; ++i) {
-    const bool exists = i < each && first + i < requests;
-    columns[i] = exists ? written_columns(with, sequence_length(with, first + i)) : 0;
+    columns[i] = written_columns(with, columns[i]);
     own += columns[i];
   }
   int end = own;  // of this thread's requests, within the warp
@@ -129,7 +132,7 @@ __device__ __forceinline__ void score(const Arguments& with) {
     if (later >> piece & 1) start_copy(piece);
   }
 
-  WarpScorer<kGroups> scorer;
+  WarpScorer<kGroups, 1> scorer;
   Best<kGroups> best;
   Place here = ahead;  // of the products
   int request = -1;

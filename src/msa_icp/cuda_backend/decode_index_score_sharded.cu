@@ -108,6 +108,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   if constexpr (TOGETHER) {
     score<GroupScorer<GROUPS>, GROUPS, PIECES>(with);
   } else {
-    score<WarpScorer<GROUPS>, GROUPS, PIECES>(with);
+    score<WarpScorer<GROUPS, 2>, GROUPS, PIECES>(with);
   }
 }

@@ -182,35 +182,50 @@ __device__ __forceinline__ void store_scores(const Arguments& with, const float 
                                              int tile, bool all_seen) {
   const int lane = threadIdx.x % 4;  // of the four that share two rows
   constexpr int kPageGroups = Layout::kRows / 8;
+  constexpr int kTurns = (2 * kTilePages + 3) / 4;
   const int token = row / kHeads;
   const int last_keys[2] = {piece.last_keys[token], piece.last_keys[token + 8 / kHeads]};
+  float best[kTilePages][2];
 #pragma unroll
   for (int page = 0; page < kTilePages; ++page) {
     const int column = tile * kTilePages + page;
     const float* products = sums + page * kPageGroups * 4;
-    float best[2] = {minus_infinity(), minus_infinity()};
+    best[page][0] = best[page][1] = minus_infinity();
     if (all_seen) {
 #pragma unroll
-      for (int i = 0; i < kPageGroups * 4; ++i) best[i / 2 % 2] = larger(best[i / 2 % 2], products[i]);
+      for (int i = 0; i < kPageGroups * 4; ++i) {
+        best[page][i / 2 % 2] = larger(best[page][i / 2 % 2], products[i]);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kPageGroups * 4; ++i) {
         // The key is row i / 4 * 8 + lane * 2 + i % 2 of the page.
         const int seen = Layout::rows_up_to(column, last_keys[i / 2 % 2], static_cast<int>(with.rank)) - lane * 2;
-        if (i / 4 * 8 + i % 2 < seen) best[i / 2 % 2] = larger(best[i / 2 % 2], products[i]);
+        if (i / 4 * 8 + i % 2 < seen) best[page][i / 2 % 2] = larger(best[page][i / 2 % 2], products[i]);
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      best[i] = larger(best[i], from_lane_across(best[i], 1));
-      best[i] = larger(best[i], from_lane_across(best[i], 2));
+      best[page][i] = larger(best[page][i], from_lane_across(best[page][i], 1));
+      best[page][i] = larger(best[page][i], from_lane_across(best[page][i], 2));
     }
-    if (lane / 2 == page % 2) {
-      // Two lanes store, a row each. -0.0 becomes +0.0.
-      const int i = lane % 2;
+  }
+  // The four lanes store neighbouring columns of a row as far as there are any.
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int place = turn * 4 + lane;
+    const int page = place % kTilePages;
+    const int i = place / kTilePages;
+    if (i < 2) {
+      float score = best[0][0];
+#pragma unroll
+      for (int other = 1; other < 2 * kTilePages; ++other) {
+        if (place == other) score = best[other % kTilePages][other / kTilePages];
+      }
       const long long offset = (piece.item.first_row + token + i * (8 / kHeads)) * with.token_stride;
       float* scores = with.max_score + offset + row % kHeads * with.head_stride;
-      store_column(with, scores, column, i ? last_keys[1] : last_keys[0], (i ? best[1] : best[0]) + 0.0f);
+      // -0.0 becomes +0.0.
+      store_column(with, scores, tile * kTilePages + page, i ? last_keys[1] : last_keys[0], score + 0.0f);
     }
   }
 }
@@ -242,30 +257,29 @@ __device__ __forceinline__ void do_piece(const Arguments& with, const Piece& pie
     if (lane == 0) arrive(&ring.full[stage]);
   };
   convert(done);
-  int next_page = TileShare::page_of(with, piece.item.segment, begin + 1);
+  share.fetch(with, begin + 1 < end ? TileShare::page_of(with, piece.item.segment, begin + 1) : -1);
+  int next_page = TileShare::page_of(with, piece.item.segment, begin + 2);
 
   for (int tile = begin; tile < end; ++tile, ++done) {
     const unsigned stage = done % kStages;
     const unsigned char* keys = ring.stages + stage * kStageBytes;
-    const bool useful = tile * kTilePages * PAGE <= piece.most[group];
     float sums[64];
     wait_for(&ring.full[stage], done / kStages % 2);
-    if (useful) {
-      begin_products();
+    // Warp groups without a token multiply as well: a condition here makes the compiler wait for each product.
+    begin_products();
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        multiply_add_async(sums, queries[step], describe(keys + step * kStepBytes, kPlaneBytes, kCoreBytes), step > 0);
-      }
-      end_products();
+    for (int step = 0; step < kSteps; ++step) {
+      multiply_add_async(sums, queries[step], describe(keys + step * kStepBytes, kPlaneBytes, kCoreBytes), step > 0);
     }
-    // The next tile's keys arrive while the products of this one run.
+    end_products();
+    // Meanwhile the next tile, whose keys were fetched a tile ago, and the fetch of the one after that.
     if (tile + 1 < end) {
-      share.fetch(with, next_page);
       convert(done + 1);
-      next_page = TileShare::page_of(with, piece.item.segment, tile + 2);
+      share.fetch(with, tile + 2 < end ? next_page : -1);
+      next_page = TileShare::page_of(with, piece.item.segment, tile + 3);
     }
-    if (useful) {
-      wait_for_products(sums);
+    wait_for_products(sums);
+    if (tile * kTilePages * PAGE <= piece.most[group]) {
       const bool all_seen = (tile + 1) * kTilePages * PAGE - 1 <= piece.least[group];
       store_scores(with, sums, piece, row, tile, all_seen);
     }
@@ -283,8 +297,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) index_score_sharded(co
     make_barrier(&empty[threadIdx.x], kWarps);
     publish_barriers();
   }
-  release_dependents();
   wait_for_predecessor();
+  release_dependents();
   meet_cta();
 
   const Ring ring = {dynamic_shared(), full, empty};

@@ -25,6 +25,8 @@ SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
 PTX_HEADERS = SOURCES / "device" / "ptx"
 
+_SERIALIZED = r"C7510|C7518"
+"""Notices of the assembler."""
 _INCLUDE = re.compile(r'#include "(.+)"')
 
 
@@ -59,6 +61,9 @@ class Report:
     registers: int
     shared: int
     spills: int
+    serialized: bool
+    """Whether the matrix products of warp groups wait for each other: the compiler could not tell where
+    their registers are used."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Variant:
             registers=_sum(r"Used (\d+) registers", log.getvalue()),
             shared=_sum(r"(\d+) bytes smem", log.getvalue(), needed=False),
             spills=_sum(r"(\d+) bytes spill (?:stores|loads)", log.getvalue()),
+            serialized=re.search(_SERIALIZED, log.getvalue()) is not None,
         )
 
     def _options(self, architecture: str, **more: Any) -> Any:
@@ -132,6 +138,8 @@ class Kernel:
         self.shared_bytes = shared_bytes
         self._words = struct.Struct(f"{words}q")
         self._loaded: dict[int, Any] = {}
+        self._code: dict[int, Any] = {}
+        self._lock = threading.Lock()
         self._packed = threading.local()
 
     def __call__(
@@ -153,39 +161,45 @@ class Kernel:
 
     def load(self, device: torch.device) -> Any:
         """Compile and load on `device`, where that has not been done."""
-        from cuda.bindings import driver
-        from cuda.core import Device
-
-        if device.index not in self._loaded:
-            with _current(device):
+        with self._lock, _current(device):
+            if device.index not in self._loaded:
                 if torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(
                         f"{self.variant.source} is not loaded on {device} yet, and nothing can be loaded "
                         f"while a CUDA graph is captured: call msa_icp.warmup({str(device)!r}) before"
                     )
-                Device(device.index).set_current()
-                code = self.variant.compile()
-                kernel = driver.CUkernel(int(code.get_kernel(self.variant.source).handle))
-                # Libraries load lazily: asking for the function is what loads the kernel.
-                function = _checked(driver.cuKernelGetFunction(kernel))
-                # One split between L1 and shared memory for all: a multiprocessor must be empty to change it,
-                # so a launch that wants another one could not overlap with the one before.
-                carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-                _checked(driver.cuFuncSetAttribute(function, carveout, 100))
-                if self.shared_bytes:
-                    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    _checked(driver.cuFuncSetAttribute(function, limit, self.shared_bytes))
-                self._code = code  # owns what the function is part of
-                self._loaded[device.index] = function
-        return self._loaded[device.index]
+                self._loaded[device.index] = self._load(device.index)
+            return self._loaded[device.index]
+
+    def _load(self, index: int) -> Any:
+        from cuda.bindings import driver
+        from cuda.core import Device
+
+        Device(index).set_current()
+        code = self._code[index] = self.variant.compile()  # owns what the function is part of
+        kernel = driver.CUkernel(int(code.get_kernel(self.variant.source).handle))
+        function = _checked(driver.cuKernelGetFunction(kernel))
+        _checked(driver.cuFuncLoad(function))  # libraries load lazily, and a peer may be waiting then
+        attribute = driver.CUfunction_attribute
+        # One split between L1 and shared memory for all: a multiprocessor must be empty to change it, so a
+        # launch that wants another one could not overlap with the one before.
+        carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _checked(driver.cuFuncSetAttribute(function, carveout, 100))
+        if self.shared_bytes:
+            limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(driver.cuFuncSetAttribute(function, limit, self.shared_bytes))
+        return function
 
     def _launch(
         self, function: Any, grid: tuple[int, int, int], words: Sequence[int], stream: int, dependent: bool
     ) -> None:
         from cuda.bindings import driver
+        from cuda.core import Device
 
         packed = self._packed
         if not hasattr(packed, "buffer"):
+            # A thread that has not used CUDA yet has no context, and torch need not have given it one.
+            Device(torch.cuda.current_device()).set_current()
             packed.buffer = ctypes.create_string_buffer(self._words.size)
             packed.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(packed.buffer))
             packed.address = ctypes.addressof(packed.parameters)

@@ -45,25 +45,22 @@ __device__ __forceinline__ bool take_row(const Arguments& with, long long offset
   if constexpr (FORM == kTagged) {
     const long long* from = static_cast<const long long*>(with.rows) + offset + lane;
     // What is merged is the very copy whose tags matched: no later write of a fast rank mixes into it.
-    const long long limit = from_lane(static_cast<int>(failures.polls_allowed(with.spin_limit)), 0);
-    bool arrived = false;
-    for (long long polls = 0; !arrived && polls < limit; ++polls) {
+    int ahead = -1;
+    const bool arrived = failures.wait<true>(with.spin_limit, [&] {
       const long long tagged = poll_tagged(from);
       word = static_cast<int>(tagged);
-      const int ahead = static_cast<int>(static_cast<unsigned>(tagged >> 32) - static_cast<unsigned>(wanted));
-      arrived = true_for_all(ahead == 0);
-      // A rank whose whole row is ahead has been here and went on: it is not the one that was missing.
-      there = arrived || true_for_all(ahead > 0);
-    }
+      ahead = static_cast<int>(static_cast<unsigned>(tagged >> 32) - static_cast<unsigned>(wanted));
+      return true_for_all(ahead == 0);
+    });
+    // A rank whose whole row is ahead has been here and went on: it is not the one that was missing.
+    there = arrived || true_for_all(ahead > 0);
     return arrived;
   } else {
     const int* from = static_cast<const int*>(with.rows) + offset;
     int ready = kReady;
     if constexpr (FORM == kLegacy) {
-      ready = 0;
       if (lane == 0) {
-        const long long limit = failures.polls_allowed(with.spin_limit);
-        for (long long polls = 0; ready != kReady && polls < limit; ++polls) ready = poll(from + kReadyWord);
+        failures.wait<false>(with.spin_limit, [&] { return (ready = poll(from + kReadyWord)) == kReady; });
       }
       ready = from_lane(ready, 0);
       meet_warp();  // what lane 0 acquired is for all of them
@@ -135,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) merge_candidates(const __
   int repeated = 0;
 #pragma unroll 8
   for (int i = share; i < share + kCandidates / kSharers; ++i) {
-    const bool same = keys[i] != 0 && block_of(keys[i]) == block_of(own);
-    repeated |= same && (keys[i] > own || (keys[i] == own && i < candidate));
+    const bool same = (keys[i] != 0) & (block_of(keys[i]) == block_of(own));
+    repeated |= same & ((keys[i] > own) | ((keys[i] == own) & (i < candidate)));
   }
 #pragma unroll
   for (int distance = 1; distance < kSharers; distance *= 2) repeated |= from_lane_across(repeated, distance);

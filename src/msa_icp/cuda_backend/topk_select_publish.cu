@@ -11,6 +11,7 @@
 
 constexpr int kThreads = 128;
 constexpr int kSplit = kThreads / kTop;
+constexpr int kAtOnce = 8;  // scores of a thread on their way
 constexpr int kLegacyWords = 33;
 constexpr int kTaggedWords = 32;
 constexpr int kReadyWord = 32;
@@ -45,22 +46,37 @@ struct Arguments {
   long long pool_row;  // FP32 words of a pool row
 };
 
+// The scale is 1 or 2.
+__device__ __forceinline__ int column_of(Key key, int scale, int offset) {
+  return (block_of(key) - offset) >> (scale - 1);
+}
+
 // Leaves the keys of the best 16 columns in best[0 ... 15], descending.
 //
 // The best 16 columns lie in the 16 classes of columns, modulo 128, whose own best are the largest: any class before
 // them holds a better column. Those 16 fall into 128 classes modulo 1024, and so on, until a class is one column.
 __device__ __forceinline__ void select(Key* best, Key* keys, const float* row, int columns, int scored, int num_valid,
                                        int force_begin, int force_end, int scale, int offset) {
+  const int readable = scored < columns ? scored : columns;
   int residue = threadIdx.x;
   int modulus = kThreads;
   for (;;) {
     Key own = 0;
     if (residue >= 0) {
-#pragma unroll 8
-      for (int column = residue; column < columns; column += modulus) {
-        const float score = column < scored ? load(row + column) : minus_infinity();
-        const Key key = ranking_key(score, column * scale + offset, num_valid, force_begin, force_end);
-        own = key > own ? key : own;
+      for (int first = residue; first < columns; first += kAtOnce * modulus) {
+        float scores[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {  // all loads before the first use, so without a branch
+          const int column = first + i * modulus;
+          scores[i] = load(row + (column < readable ? column : 0));
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int column = first + i * modulus;
+          const float score = column < readable ? scores[i] : minus_infinity();
+          const Key key = ranking_key(score, column * scale + offset, num_valid, force_begin, force_end);
+          if (column < columns && key > own) own = key;
+        }
       }
     }
     keys[threadIdx.x] = own;
@@ -73,8 +89,8 @@ __device__ __forceinline__ void select(Key* best, Key* keys, const float* row, i
     meet_cta();
     if (modulus >= columns) return;
     const Key parent = best[threadIdx.x % kTop];
-    const int column = (block_of(parent) - offset) / scale;
-    residue = parent != 0 ? column % modulus + threadIdx.x / kTop * modulus : -1;
+    const int column = column_of(parent, scale, offset);
+    residue = parent != 0 ? (column & (modulus - 1)) + threadIdx.x / kTop * modulus : -1;
     modulus *= kSplit;
     meet_cta();  // everybody has read `best`
   }
@@ -84,7 +100,8 @@ __device__ __forceinline__ void select(Key* best, Key* keys, const float* row, i
 __device__ __forceinline__ void publish(const Arguments& with, const Key* best, int bits, long long token, int head,
                                         long long base, int generation) {
   const int lane = threadIdx.x;
-  const long long first = (with.slot * with.world_size + with.rank) * with.heads_per_rank + head % with.heads_per_rank;
+  const int heads_per_rank = static_cast<int>(with.heads_per_rank);
+  const long long first = (with.slot * with.world_size + with.rank) * heads_per_rank + head % heads_per_rank;
   const long long index = first * with.capacity + token;
   const Placed placed = place_ascending(best, lane % kTop);
   // Lanes 0 to 15 store the scores, the others the ids.
@@ -99,9 +116,8 @@ __device__ __forceinline__ void publish(const Arguments& with, const Key* best, 
     int* row = reinterpret_cast<int*>(base) + index * kLegacyWords;
     int ready = kReady;
     if (lane == 0) {
-      const long long limit = failures.polls_allowed(with.spin_limit);
-      for (long long polls = 0; ready != 0 && polls < limit; ++polls) ready = poll(row + kReadyWord);
-      if (ready != 0) failures.record(with.slot, 1 << head / with.heads_per_rank, token);
+      failures.wait<false>(with.spin_limit, [&] { return (ready = poll(row + kReadyWord)) == 0; });
+      if (ready != 0) failures.record(with.slot, 1 << head / heads_per_rank, token);
     }
     ready = from_lane(ready, 0);
     meet_warp();  // what lane 0 acquired is for all of them: the owner has read the row before
@@ -124,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) topk_select_publish(const
   const int num_valid = load(with.num_valid_pages + token);
 
   // Read before the selection, which hides them.
-  const long long base = load(with.recv_bases + head / with.heads_per_rank);
+  const long long base = load(with.recv_bases + head / static_cast<int>(with.heads_per_rank));
   int* const counter = with.generations + (with.slot * gridDim.y + head) * with.capacity + token;
   const int generation = TAGGED ? static_cast<int>(static_cast<unsigned>(load(counter)) + 1u) : 0;
 
@@ -134,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) topk_select_publish(const
   const float* row = with.scores + token * with.token_stride + head * with.head_stride;
   if constexpr (FUSED) {
     // Columns that the scorer left alone hold what an earlier call put there: they count as -inf.
-    const int seq_len = load(with.seq_lens + token / with.query_len);
+    const int seq_len = load(with.seq_lens + static_cast<int>(token) / static_cast<int>(with.query_len));
     const int pages = seq_len > 0 ? (seq_len - 1) / static_cast<int>(with.page_size) + 1 : 0;
     scored = pages - static_cast<int>(with.first_column);
     offset += static_cast<int>(with.first_column) * scale;
@@ -171,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) topk_select_publish(const
   int bits = bits_of(minus_infinity());
   if (own != 0) {
     // A score of this backend is neither NaN nor -0.0, so in the fused form the key holds its raw bits.
-    bits = FUSED ? score_bits_of(own) : bits_of(load(row + (block_of(own) - offset) / scale));
+    bits = FUSED ? score_bits_of(own) : bits_of(load(row + column_of(own, scale, offset)));
   }
   publish(with, best, bits, token, head, base, generation);
   if (TAGGED && threadIdx.x == 0) store(counter, generation);

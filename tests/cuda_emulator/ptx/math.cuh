@@ -13,8 +13,10 @@ inline unsigned short e4m3_to_fp16(unsigned char value) {
   return static_cast<unsigned short>(sign | small[magnitude]);
 }
 
-inline unsigned e4m3x2_to_fp16x2(unsigned short pair) {
-  return e4m3_to_fp16(pair & 0xff) | static_cast<unsigned>(e4m3_to_fp16(pair >> 8)) << 16;
+inline void e4m3x4_to_fp16x4(unsigned bytes, unsigned& low, unsigned& high) {
+  const auto half = [&](int i) { return static_cast<unsigned>(e4m3_to_fp16(bytes >> 8 * i & 0xff)); };
+  low = half(0) | half(1) << 16;
+  high = half(2) | half(3) << 16;
 }
 
 inline float half_of(unsigned pair, int which) {

@@ -8,4 +8,6 @@ inline long long poll_tagged(const long long* word) { return __atomic_load_n(wor
 
 inline void store_tagged(long long* word, long long value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 
+inline int peek(const int* word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
+
 inline int add(int* word, int value) { return __atomic_fetch_add(word, value, __ATOMIC_RELAXED); }

@@ -133,8 +133,9 @@ struct Best {
   }
 };
 
-// Scores pieces with the queries in registers, each warp on its own.
-template <int kGroups>
+// Scores pieces with the queries in registers, each warp on its own. kChains is 1 or 2: how many of a piece's two
+// blocks of 16 rows are multiplied side by side. Two wait less for each other's sums, one takes fewer registers.
+template <int kGroups, int kChains>
 struct WarpScorer {
   static constexpr bool kTogether = false;  // whether all warps must be there
   QueryFragment queries[kGroups];
@@ -148,17 +149,25 @@ struct WarpScorer {
 
   __device__ __forceinline__ void add(Best<kGroups>& best, const unsigned char* keys, const Sight& sight, int lane) const {
 #pragma unroll
-    for (int rows = 0; rows < kPieceRows; rows += 16) {
-      const KeyFragment fragment(keys + rows * kDim, lane);
-      float sums[4 * kGroups] = {};
+    for (int first = 0; first < 2; first += kChains) {
+      KeyFragment fragments[kChains];
+      float sums[kChains][4 * kGroups] = {};
+#pragma unroll
+      for (int i = 0; i < kChains; ++i) fragments[i].take(keys + (first + i) * 16 * kDim, lane);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        unsigned a[4];
-        fragment.share(step, a);
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group) multiply_add(sums + 4 * group, a, queries[group].share[step]);
+        for (int i = 0; i < kChains; ++i) {
+          unsigned a[4];
+          fragments[i].share(step, a);
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            multiply_add(sums[i] + 4 * group, a, queries[group].share[step]);
+          }
+        }
       }
-      best.add(sums, rows, sight, lane);
+#pragma unroll
+      for (int i = 0; i < kChains; ++i) best.add(sums[i], (first + i) * 16, sight, lane);
     }
   }
 };

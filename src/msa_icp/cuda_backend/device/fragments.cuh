@@ -15,9 +15,7 @@ constexpr int kHalf = kDim / 2;
 
 // The lane's share of step `step` of a row of which it holds the two `halves`: two registers of a fragment.
 __device__ __forceinline__ void step_share(const Words (&halves)[2], int step, unsigned& low, unsigned& high) {
-  const unsigned bytes = halves[step / 4].word[step % 4];
-  low = e4m3x2_to_fp16x2(static_cast<unsigned short>(bytes));
-  high = e4m3x2_to_fp16x2(static_cast<unsigned short>(bytes >> 16));
+  e4m3x4_to_fp16x4(halves[step / 4].word[step % 4], low, high);
 }
 
 // Eight query rows: lane g * 4 + t holds its share of row g.
@@ -41,7 +39,7 @@ struct QueryFragment {
 struct KeyFragment {
   Words upper[2], lower[2];  // rows lane / 4, and eight rows on
 
-  __device__ __forceinline__ KeyFragment(const unsigned char* keys, int lane) {
+  __device__ __forceinline__ void take(const unsigned char* keys, int lane) {
     const unsigned char* from = keys + lane / 4 * kDim + lane % 4 * 16;
     upper[0] = load_shared(from);
     upper[1] = load_shared(from + kHalf);

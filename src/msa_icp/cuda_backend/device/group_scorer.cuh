@@ -39,7 +39,8 @@ struct GroupScorer {
   __device__ __forceinline__ void add(Best<kGroups>& best, const unsigned char* keys, const Sight& sight, int lane) const {
 #pragma unroll
     for (int rows = 0; rows < kPieceRows; rows += 16) {
-      const KeyFragment fragment(keys + rows * kDim, lane);
+      KeyFragment fragment;
+      fragment.take(keys + rows * kDim, lane);
       unsigned a[kSteps][4];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) fragment.share(step, a[step]);

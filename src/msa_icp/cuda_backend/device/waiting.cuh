@@ -2,14 +2,24 @@
 
 #include "ptx/memory.cuh"
 #include "ptx/system.cuh"
+#include "ptx/warp.cuh"
 
 struct Failures {
   int* words;
   long long count;
 
-  // One where a wait has failed already: a step with a dead peer ends in one spin limit.
-  __device__ __forceinline__ long long polls_allowed(long long spin_limit) const {
-    return add(words, 0) != 0 ? 1 : spin_limit;
+  // Polls until `there()` or `spin_limit` polls; whether it was. Where a wait has failed already one poll is all: a step
+  // with a dead peer ends in one spin limit. What is there at once costs no look at the failures. With `Together` the
+  // lanes of a warp poll together, else the caller is one lane.
+  template <bool Together, class There>
+  __device__ __forceinline__ bool wait(long long spin_limit, const There& there) const {
+    if (there()) return true;
+    int limit = peek(words) != 0 ? 1 : static_cast<int>(spin_limit);
+    if constexpr (Together) limit = from_lane(limit, 0);
+    for (int polls = 1; polls < limit; ++polls) {
+      if (there()) return true;
+    }
+    return false;
   }
 
   // The first failure also says in which slot set, which ranks (a mask), which token.

@@ -1,10 +1,16 @@
 // Numbers: e4m3 to fp16, matrix products with FP32 sums, maxima.
 
-// Two e4m3 values, the low byte first, as two fp16 values. Exact for all 256 bytes; NaN stays NaN.
-__device__ __forceinline__ unsigned e4m3x2_to_fp16x2(unsigned short pair) {
-  unsigned halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-  return halves;
+// Four e4m3 values, the low byte first, as two pairs of fp16 values. Exact for all 256 bytes; NaN stays NaN.
+__device__ __forceinline__ void e4m3x4_to_fp16x4(unsigned bytes, unsigned& low, unsigned& high) {
+  // Taken apart in here the upper half costs no shift.
+  asm("{\n"
+      ".reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(bytes));
 }
 
 // sums += a * b: a is 16 x 16, b is 16 x 8, the four sums are 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds

@@ -23,6 +23,13 @@ __device__ __forceinline__ void store_tagged(long long* word, long long value) {
   asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// A word that other CTAs change; no order with others.
+__device__ __forceinline__ int peek(const int* word) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 // What the word was.
 __device__ __forceinline__ int add(int* word, int value) {
   int before;
