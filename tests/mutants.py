@@ -52,6 +52,10 @@ REMEMBER = "checks/remember.py"
 PLAN = "prefill_plan.py"
 PREFILL_SCORER = "torch_backend/index_score_sharded.py"
 PREFILL_FUSED = "torch_backend/prefill_score_select.py"
+PREFILL_EXCHANGE = "prefill_exchange.py"
+
+ENGINE = "replay/engine.py"
+REPLAY_PREFILL = "replay/prefill.py"
 
 SCORE_TESTS = ("test_decode_index_score_sharded.py", "-k", "not million")
 FIELD_TESTS = ("test_field_cases.py", "-k", "test_nasty and 4-128 and not production")
@@ -67,6 +71,9 @@ PREFILL_SCORE_TESTS = ("test_index_score_sharded.py", "-k", "not test_07")
 PREFILL_SELECT_TESTS = ("test_topk_select_prefill.py",)
 PREFILL_FUSED_TESTS = ("test_prefill_score_select.py",)
 PREFILL_WINDOW_TESTS = ("test_prefill_windows.py", "-k", "test_nasty and 4-128 or thousand or many_columns")
+PREFILL_EXCHANGE_TESTS = ("test_exchange_prefill.py", "-k", "(uneven or of_one) and 2")
+ENGINE_TESTS = ("test_replay_engine.py",)
+REPLAY_TESTS = ("test_replay_run.py", "-k", "how_prompts_enter and options0")
 CHAIN_TESTS = ("test_bench_chain.py", "-k", "right_blocks and 4")
 PITCH_TESTS = ("test_field_cases.py", "-k", "test_07 and 4-128")
 BASELINE = (
@@ -83,6 +90,9 @@ BASELINE = (
     "test_topk_select_prefill.py",
     "test_prefill_score_select.py",
     "test_prefill_windows.py",
+    "test_exchange_prefill.py",
+    "test_replay_engine.py",
+    "test_replay_run.py",
     *(
         group[0]
         for group in (SCORE_TESTS, SELECT_TESTS, MERGE_TESTS, EXCHANGE_TESTS, FUSED_TESTS, FIELD_TESTS)
@@ -775,6 +785,88 @@ MUTANTS = (
         "a carrier's stride is not checked",
         (("checks/prefill.py", "if rows.stride(0) < tokens * rows.stride(1):", "if False:"),),
         ("test_checks.py", "-k", "prefill"),
+    ),
+    Mutant(
+        "the exchange sends its sender's heads",
+        ((PREFILL_EXCHANGE, "sent[_owned(rank, len(sources))]", "sent[_owned(source, len(sources))]"),),
+        PREFILL_EXCHANGE_TESTS,
+    ),
+    Mutant(
+        "all of a rank's heads in the first one's place",
+        ((PREFILL_EXCHANGE, "received[peer, place]", "received[peer, 0]"),),
+        PREFILL_EXCHANGE_TESTS,
+    ),
+    Mutant(
+        "a rank's own rows are not exchanged",
+        ((PREFILL_EXCHANGE, "    rows[rank].copy_(carrier[_owned(rank, world_size)])\n", ""),),
+        PREFILL_EXCHANGE_TESTS,
+    ),
+    Mutant(
+        "the exchange does not wait",
+        ((PREFILL_EXCHANGE, "work.wait()", "pass"),),
+        PREFILL_EXCHANGE_TESTS,
+    ),
+    Mutant(
+        "a carrier with gaps is sent",
+        (("checks/prefill.py", "if tokens > 1 and rows.stride(1) != LEGACY_WORDS:", "if False:"),),
+        ("test_exchange_prefill.py", "-k", "wrong_argument_of_one"),
+    ),
+    Mutant(
+        "another rank is blamed for the one that is gone",
+        ((PREFILL_EXCHANGE, 'else f"rank {peer}"', 'else f"rank {(peer + 1) % world_size}"'),),
+        ("test_exchange_prefill.py", "-k", "killed and 2-0"),
+    ),
+    Mutant(
+        "gloo sends from addresses of a GPU",
+        ((PREFILL_EXCHANGE, ' or (chosen == "gloo" and kind != "cpu")', ""),),
+        ("test_exchange_prefill.py", "-k", "without_a_backend"),
+    ),
+    Mutant(
+        "a prompt is cached before it has entered",
+        ((ENGINE, "self._whole_sections(place, start))", "self._whole_sections(place, prompt))"),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a page that is given up keeps its keys",
+        (
+            (
+                ENGINE,
+                "            if fresh:\n                self._written[page] = 0\n",
+                "            self._written.setdefault(page, 0)\n",
+            ),
+        ),
+        ("test_replay_engine.py", "-k", "tight_cache"),
+    ),
+    Mutant(
+        "entered keys are not known to be there",
+        ((ENGINE, "            self._write(request.pages, segment.stop)\n", ""),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a chunk of each prompt, whatever the limit",
+        ((ENGINE, "                left -= segments[-1].tokens\n", ""),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a replay's windows begin at position 0",
+        ((REPLAY_PREFILL, "numbers([segment.start for", "numbers([0 for"),),
+        REPLAY_TESTS,
+    ),
+    Mutant(
+        "a replay's prompts are exchanged in the layer after",
+        (
+            (
+                "replay/loop.py",
+                "        exchange(ranks)\n        for rank in ranks:\n            rank.prefill.merge(layer)",
+                "        for rank in ranks:\n            rank.prefill.merge(layer)\n        exchange(ranks)",
+            ),
+        ),
+        REPLAY_TESTS,
+    ),
+    Mutant(
+        "the replay checks the first segment's rows for all",
+        (("replay/checker.py", "outputs[layer][first:]", "outputs[layer]"),),
+        REPLAY_TESTS,
     ),
 )
 

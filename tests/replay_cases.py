@@ -35,6 +35,8 @@ def small_plan(folder: Path, **options: object) -> Plan:
     settings = {
         "sparse_layers": 2,
         "max_batch": 3,
+        "chunk_tokens": 24,
+        "prefill_tokens": 40,
         "check_every": 2,
         "in_process": True,
         "backend": "torch",

@@ -21,7 +21,7 @@ from msa_icp.replay.errors import RankFailure
 from msa_icp.replay.plan import make_plan
 from msa_icp.replay.trace import load_trace
 
-SMALL = ["--in-process", "--sparse-layers", "2", "--max-batch", "4"]
+SMALL = ["--in-process", "--sparse-layers", "2", "--max-batch", "4", "--prefill-tokens", "64"]
 
 
 def run(*arguments: object) -> int:
@@ -43,11 +43,15 @@ def test_replay_ends_with_a_table_and_a_report(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "Replay of trace.jsonl" in out
     assert "rows wrong" in out
+    assert "prefill" in out
+    assert "(--prefill-tokens 64)" in out
     assert sorted(path.name for path in folder.iterdir()) == ["bytes.png", "selection.png", "summary.json"]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["requests"] == len(CONVERSATION)
     assert summary["row_form"] == "legacy"
-    assert summary["rows_checked"] > 0 == summary["rows_wrong"]
+    assert summary["rows_checked"] > summary["prefill_rows_checked"] > 0 == summary["rows_wrong"]
+    assert summary["chunk_tokens"] == 512
+    assert summary["prefill_tokens_limit"] == 64
 
 
 def test_an_azure_trace_is_replayed_too(tmp_path, capsys):
@@ -62,11 +66,12 @@ def test_a_wrong_selection_is_exit_code_1(tmp_path, capsys, monkeypatch):
 
     def wrong(recv_slot, num_valid, output, errors, **kwargs):
         merge(recv_slot, num_valid, output, errors, **kwargs)
-        output[0, 0, 0] += 1
+        if not kwargs.get("prefill"):
+            output[0, 0, 0] += 1
 
     monkeypatch.setattr(msa_icp, "msa_icp_merge_candidates", wrong)
     assert run("replay", write_trace(tmp_path), *SMALL, "--decode-steps", 2) == 1
-    assert "first: step 0, request 0, position 1100" in " ".join(
+    assert "first: step 1, request 0, position 1100" in " ".join(
         capsys.readouterr().out.replace("│", "").split()
     )
 
@@ -90,6 +95,8 @@ def test_a_failed_rank_is_exit_code_1(tmp_path, capsys, monkeypatch):
         (["--max-context", "2000000"], "--max-context must be from 1 to 1048576, was 2000000"),
         (["--backend", "magic"], "--backend must be one of cake, auto, torch"),
         (["--check-every", "-1"], "--check-every must be from 0"),
+        (["--chunk-tokens", "9000"], "--chunk-tokens must be from 1 to 8192, was 9000"),
+        (["--prefill-tokens", "0"], "--prefill-tokens must be from 1 to 1048576, was 0"),
         (["--frobnicate"], "No such option: --frobnicate"),
         (["--report", "/dev/null/x"], "--report /dev/null/x cannot be made a folder"),
     ],

@@ -58,6 +58,7 @@ SIGNATURES = {
         "force_begin_blocks=0, force_end_blocks=0, enable_pdl=False, backend='cake'"
     ),
     "msa_icp_prefill_pool_bytes": "*, total_q, batch, device, num_heads=4",
+    "exchange_prefill": "carrier, received, group=None",
     "write_index_keys": (
         "keys, positions, request_index, block_table, index_k, *, rank, world_size, page_size, backend='cake'"
     ),
@@ -83,7 +84,7 @@ def test_public_names_are_documented(name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SIGNATURES if name.startswith(("msa_icp_", "write", "shard"))]
+    "name", [name for name in SIGNATURES if name.startswith(("msa_icp_", "write", "shard", "exchange"))]
 )
 def test_docstrings_name_every_argument_and_the_errors(name):
     text = inspect.getdoc(getattr(msa_icp, name))

@@ -36,9 +36,14 @@ def _nothing_is_left():
     assert shared_memory() <= before
 
 
-def long_plan(folder: Path, world_size: int = 4) -> Plan:
-    options = ReplayOptions(sparse_layers=2, check_every=0, world_size=world_size)
+def long_plan(folder: Path, world_size: int = 4, **settings: int) -> Plan:
+    options = ReplayOptions(sparse_layers=2, check_every=0, world_size=world_size, **settings)
     return make_plan(load_trace(write_trace(folder, LONG)), options)
+
+
+def endless_prefill(folder: Path) -> Plan:
+    """Nobody decodes for thousands of steps."""
+    return long_plan(folder, chunk_tokens=1, prefill_tokens=2**20)
 
 
 def process_of(rank: int) -> int:
@@ -54,28 +59,40 @@ def test_processes_select_what_one_process_selects(tmp_path, options):
     outcome = replay(small_plan(tmp_path, in_process=False, **options), seen.append)
     alone = replay(small_plan(tmp_path))
     assert outcome.digest == alone.digest
+    assert outcome.prefill_digest == alone.prefill_digest
     assert outcome.rows_wrong == 0
-    assert outcome.rows_checked == alone.rows_checked > 0
+    assert outcome.rows_checked == alone.rows_checked > outcome.prefill_rows_checked > 0
     assert outcome.counts.finished == len(CONVERSATION)
     assert seen
     assert seen == sorted(seen, key=lambda progress: progress.steps)
 
 
-def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
+@pytest.mark.parametrize("while_it", ["decodes", "prefills"])
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path, while_it):
+    plan = long_plan(tmp_path) if while_it == "decodes" else endless_prefill(tmp_path)
     killed = []
 
     def kill(progress):
-        if progress.steps > 3 and not killed:
+        started = progress.decode_steps if while_it == "decodes" else progress.prefill_windows
+        if started > 3 and not killed:
             killed.append(time.monotonic())
             os.kill(process_of(2), signal.SIGKILL)
 
     with pytest.raises(RankFailure) as caught:
-        replay(long_plan(tmp_path), kill)
+        replay(plan, kill)
     first, *others = str(caught.value).splitlines()
     assert first == "rank 2: killed by SIGKILL"
     assert others
     assert all("rank 2 did not come" in line or "cannot be reached" in line for line in others)
     assert time.monotonic() - killed[0] < 60
+
+
+def test_ctrl_c_ends_all_ranks_in_the_middle_of_a_prompt(tmp_path):
+    outcome = replay(endless_prefill(tmp_path), lambda progress: signal.raise_signal(signal.SIGINT))
+    assert outcome.interrupted
+    assert outcome.progress.decode_steps == 0
+    assert 0 < outcome.progress.prefill_windows < outcome.plan.walk.prefill_tokens
+    assert len({rank.progress for rank in outcome.ranks}) == 1
 
 
 def test_ranks_that_raise_say_what(tmp_path):

@@ -12,6 +12,7 @@ from replay_cases import CONVERSATION, small_plan
 import msa_icp
 from msa_icp.replay import engine, report
 from msa_icp.replay import rank as rank_module
+from msa_icp.replay.plan import k_bytes
 from msa_icp.replay.run import Outcome, replay
 
 
@@ -24,7 +25,13 @@ def outcome(tmp_path_factory) -> Outcome:
 def test_every_row_of_every_layer_is_checked_and_right(outcome):
     tokens = sum(output for _, _, output, _ in CONVERSATION)
     assert outcome.tokens == tokens
-    assert outcome.rows_checked == tokens * 4 * 2
+    prompts = outcome.progress.prefill_tokens
+    assert prompts == outcome.plan.walk.prefill_tokens > 200
+    assert (
+        outcome.counts.prompt_tokens == prompts + outcome.counts.cached_tokens + outcome.counts.assumed_tokens
+    )
+    assert outcome.rows_checked == (tokens + prompts) * 4 * 2
+    assert outcome.prefill_rows_checked == prompts * 4 * 2
     assert outcome.rows_wrong == 0
     assert outcome.first_wrong is None
     assert not outcome.interrupted
@@ -43,8 +50,39 @@ def test_every_row_of_every_layer_is_checked_and_right(outcome):
 def test_selections_depend_neither_on_layout_nor_form_nor_batch(tmp_path, outcome, options):
     other = replay(small_plan(tmp_path, check_every=4, **options))
     assert other.rows_wrong == 0
-    assert other.rows_checked > 0
+    assert other.rows_checked > other.prefill_rows_checked > 0
     assert other.digest == outcome.digest
+    if "max_batch" not in options:  # which tokens find their prefix in the cache depends on who came before
+        assert other.prefill_digest == outcome.prefill_digest
+
+
+@pytest.mark.parametrize("options", [
+    {"chunk_tokens": 8192},
+    {"chunk_tokens": 5},
+    {"prefill_tokens": 1, "chunk_tokens": 1},
+])  # fmt: skip
+def test_selections_do_not_depend_on_how_prompts_enter(tmp_path, outcome, options):
+    other = replay(small_plan(tmp_path, **options))
+    assert other.rows_wrong == 0
+    assert other.digest == outcome.digest
+    if "prefill_tokens" not in options:
+        assert other.prefill_digest == outcome.prefill_digest
+    else:
+        assert other.progress.prefill_tokens == other.progress.prefill_windows == len(CONVERSATION)
+
+
+def test_whole_prompts_in_chunks(tmp_path, outcome):
+    plans = [
+        small_plan(tmp_path, prefill_tokens=2**20, chunk_tokens=512, world_size=w, page_size=p, check_rows=40)
+        for w, p in ((4, 128), (2, 256))
+    ]
+    one, other = (replay(plan) for plan in plans)
+    assert one.counts.assumed_tokens == 0
+    assert one.progress.prefill_tokens == one.counts.prompt_tokens - one.counts.cached_tokens > 3000
+    assert one.rows_wrong == other.rows_wrong == 0
+    assert one.prefill_rows_checked == other.prefill_rows_checked > 100
+    assert one.prefill_digest == other.prefill_digest
+    assert one.digest == other.digest == outcome.digest
 
 
 @pytest.mark.parametrize("options", [
@@ -52,8 +90,10 @@ def test_selections_depend_neither_on_layout_nor_form_nor_batch(tmp_path, outcom
     {"decode_steps": 3},
     {"init_blocks": 2},
 ])  # fmt: skip
-def test_the_digest_tells_different_selections_apart(tmp_path, outcome, options):
-    assert replay(small_plan(tmp_path, **options)).digest != outcome.digest
+def test_the_digests_tell_different_selections_apart(tmp_path, outcome, options):
+    other = replay(small_plan(tmp_path, **options))
+    assert other.digest != outcome.digest
+    assert other.prefill_digest != outcome.prefill_digest
 
 
 def test_whole_queries_of_several_tokens(tmp_path):
@@ -69,35 +109,75 @@ def test_checks_are_as_many_as_asked_for_and_reach_every_request(tmp_path, monke
     seen = set()
 
     class Recorder(rank_module.Checker):
-        def _check(self, step, place, layer, tokens, merged):
-            seen.add((step.rows[place].request, layer))
-            super()._check(step, place, layer, tokens, merged)
+        def _compare(self, step, request, first, context, layer, tokens, merged):
+            prompt = CONVERSATION[request][1]
+            seen.add((request, layer, first + tokens[0] < prompt))
+            super()._compare(step, request, first, context, layer, tokens, merged)
 
     monkeypatch.setattr(rank_module, "Checker", Recorder)
     outcome = replay(small_plan(tmp_path, check_every=1, check_rows=8))
-    assert outcome.rows_checked == 8 * outcome.steps
-    assert seen == {(request, layer) for request in range(len(CONVERSATION)) for layer in range(2)}
+    assert outcome.prefill_rows_checked == 8 * outcome.progress.prefill_windows
+    assert outcome.rows_checked == 8 * (outcome.progress.decode_steps + outcome.progress.prefill_windows)
+    everybody = {(request, layer) for request in range(len(CONVERSATION)) for layer in range(2)}
+    assert {(request, layer) for request, layer, prompt in seen if not prompt} == everybody
+    assert {request for request, _, prompt in seen if prompt} == set(range(len(CONVERSATION)))
+    assert {layer for _, layer, prompt in seen if prompt} == {0, 1}
     assert replay(small_plan(tmp_path, check_every=0)).rows_checked == 0
 
 
-def test_a_wrong_selection_is_counted_and_the_first_one_shown(tmp_path, monkeypatch):
+def wrong_once(monkeypatch, number, prefill, change):
+    """Change the output of the `number`-th merge of prompts, or of decoded tokens."""
     merge, calls = msa_icp.msa_icp_merge_candidates, []
 
-    def wrong_once(recv_slot, num_valid, output, errors, **kwargs):
+    def wrong(recv_slot, num_valid, output, errors, **kwargs):
         merge(recv_slot, num_valid, output, errors, **kwargs)
-        calls.append(None)
-        if len(calls) == 4 * 2 * 4 + 6:  # step 4, layer 1, rank 1
-            output[4 - 4, 0, 3] += 1
+        if kwargs.get("prefill", False) == prefill:
+            calls.append(None)
+            if len(calls) == number:
+                change(output)
 
-    monkeypatch.setattr(msa_icp, "msa_icp_merge_candidates", wrong_once)
+    monkeypatch.setattr(msa_icp, "msa_icp_merge_candidates", wrong)
+
+
+def other_block(output):
+    output[0, 0, 3] += 1
+
+
+def test_a_wrong_selection_is_counted_and_the_first_one_shown(tmp_path, monkeypatch):
+    wrong_once(monkeypatch, 4 * 2 * 4 + 6, False, other_block)  # decode step 4, layer 1, rank 1
     outcome = replay(small_plan(tmp_path, check_every=1, check_rows=10**6))
     assert outcome.rows_wrong == 1
     wrong = outcome.first_wrong
     assert wrong is not None
-    assert (wrong.step, wrong.layer, wrong.head, wrong.request) == (4, 1, 1, 0)
+    # Two chunks had to enter before request 0 could decode.
+    assert (wrong.step, wrong.layer, wrong.head, wrong.request) == (4 + 2, 1, 1, 0)
     assert wrong.position == 1100 + 4
     assert wrong.got != wrong.expected
-    assert str(wrong).startswith("step 4, request 0, position 1104, layer 1, head 1: expected [0, ")
+    assert str(wrong).startswith("step 6, request 0, position 1104, layer 1, head 1: expected [0, ")
+
+
+def test_a_wrong_selection_of_a_prompt_is_found(tmp_path, monkeypatch):
+    wrong_once(monkeypatch, 2 * 4 + 7, True, other_block)  # the second chunk, layer 1, rank 2
+    outcome = replay(small_plan(tmp_path, check_every=1, check_rows=10**6))
+    assert outcome.rows_wrong == 1
+    wrong = outcome.first_wrong
+    assert wrong is not None
+    assert (wrong.step, wrong.layer, wrong.head, wrong.request) == (1, 1, 2, 0)
+    assert wrong.position == 1060 + 24
+
+
+def test_rows_that_are_exchanged_wrong_are_found(tmp_path, monkeypatch):
+    exchange = msa_icp.exchange_prefill
+
+    def late(carriers, received):
+        """The rows of the layer before."""
+        before = [carrier.clone() for carrier in carriers]
+        exchange(kept.get("carriers", before) if before[0].shape == kept.get("shape") else before, received)
+        kept.update(carriers=before, shape=before[0].shape)
+
+    kept: dict = {}
+    monkeypatch.setattr(msa_icp, "exchange_prefill", late)
+    assert replay(small_plan(tmp_path, check_every=1)).rows_wrong > 0
 
 
 def test_a_key_of_another_prefix_is_found(tmp_path, monkeypatch):
@@ -157,7 +237,19 @@ def test_the_report_holds_the_numbers_and_two_pictures(tmp_path, outcome):
     assert summary["world_size"] == 4
     assert summary["page_size"] == 128
     assert summary["requests"] == len(CONVERSATION)
-    assert summary["decode_steps"] == summary["decode_steps_planned"] == outcome.steps
+    assert summary["steps"] == summary["steps_planned"] == outcome.steps
+    assert 0 < summary["decode_steps"] == summary["decode_steps_planned"] < outcome.steps
+    assert summary["decode_tokens"] == outcome.tokens
+    assert summary["prefill_tokens"] == summary["prefill_tokens_planned"] == outcome.progress.prefill_tokens
+    assert summary["prefill_windows"] == sum(map(bool, outcome.plan.walk.windows))
+    assert summary["prefill_rows_checked"] == outcome.prefill_rows_checked
+    parts = summary["prefill_tokens"] + summary["cached_tokens"] + summary["assumed_tokens"]
+    assert summary["prompt_tokens"] == parts == sum(prompt for _, prompt, _, _ in CONVERSATION)
+    assert summary["prefill_tokens_per_second"] > 0
+    assert summary["decode_tokens_per_second"] > 0
+    assert summary["prefill_k_bytes_per_rank"] == sum(k_bytes(outcome.plan, outcome.plan.walk.windows)) > 0
+    assert summary["k_bytes_per_rank"] == sum(k_bytes(outcome.plan, outcome.plan.walk.contexts))
+    assert set(summary["seconds_by_phase"]) == {"admission", "prefill", "decode"}
     assert summary["rows_checked"] == outcome.rows_checked
     assert summary["rows_wrong"] == 0
     assert summary["replicated_k_bytes"] == 4 * summary["k_bytes_per_rank"] > 0
@@ -165,6 +257,7 @@ def test_the_report_holds_the_numbers_and_two_pictures(tmp_path, outcome):
     assert summary["backend"] == "torch"
     assert summary["row_form"] == "tagged"
     assert summary["selection_digest"] == outcome.digest
+    assert summary["prefill_digest"] == outcome.prefill_digest
     assert summary["interrupted"] is False
     assert summary["versions"]["torch"] == torch.__version__
     for picture in ("selection.png", "bytes.png"):
@@ -175,11 +268,9 @@ def test_the_report_holds_the_numbers_and_two_pictures(tmp_path, outcome):
 
 def test_a_replay_that_was_ended_before_its_first_step_has_a_report_too(tmp_path):
     plan = small_plan(tmp_path, max_batch=2)
-    ranks = [
-        rank_module.RankResult(rank, rank_module.Progress(0, 0, 0), 0, 0, None, 0, {}, [])
-        for rank in range(4)
-    ]
-    ended = Outcome(plan, ranks, engine.Counts(0, 0, 0, 0, 0), 0.5, True)
+    nothing = rank_module.Progress(0, 0, 0, 0, 0, 0, 0)
+    ranks = [rank_module.RankResult(rank, nothing, 0, 0, 0, None, 0, 0, {}, []) for rank in range(4)]
+    ended = Outcome(plan, ranks, engine.Counts(0, 0, 0, 0, 0, 0, 0, 0), 0.5, True)
     report.write_report(ended, tmp_path / "trace.jsonl", tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["decode_steps"] == 0
     assert report.table(ended, tmp_path / "trace.jsonl").row_count > 5

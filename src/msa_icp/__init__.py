@@ -24,6 +24,7 @@ from .api import (
 )
 from .cache import num_valid_pages, shard_index_keys
 from .dispatch import backends, is_supported, warmup
+from .prefill_exchange import exchange_prefill
 from .prefill_plan import MSAIcpScorePlan
 from .storage import IcpTimeoutError, LocalGroup, ReceiveStorage
 
@@ -35,6 +36,7 @@ __all__ = [
     "MSAIcpScorePlan",
     "ReceiveStorage",
     "backends",
+    "exchange_prefill",
     "is_supported",
     "msa_icp_comm_layout",
     "msa_icp_decode_index_score_sharded",

@@ -21,7 +21,7 @@ try:
     from .dispatch import resolve
     from .replay import terminal
     from .replay.errors import ReplayError, UsageError
-    from .replay.options import MAX_CONTEXT, ReplayOptions
+    from .replay.options import MAX_CHUNK, MAX_CONTEXT, ReplayOptions
 except ModuleNotFoundError as missing:
     print(f"msa-icp: {missing}; the command line needs: pip install 'msa-icp[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
@@ -71,18 +71,29 @@ def replay(
     cache_tokens: Annotated[
         int | None, typer.Option(help="Tokens that the paged cache holds; default: enough for any batch.")
     ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option(help=f"The most prompt tokens that enter in one step; at most {MAX_CHUNK}.")
+    ] = _DEFAULT.chunk_tokens,
+    prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="The last N tokens of each prompt go through the indexer, those before are taken as cached; "
+            f"{MAX_CONTEXT}: whole prompts.",
+        ),
+    ] = _DEFAULT.prefill_tokens,
     step_ms: Annotated[
-        float, typer.Option(help="Time of a decode step on the clock of arrivals.")
+        float, typer.Option(help="Time of a step on the clock of arrivals.")
     ] = _DEFAULT.step_ms,
     backend: Backend = _DEFAULT.backend,
     tagged: Annotated[
         bool, typer.Option("--tagged/--legacy", help="Form of the exchanged Top16 rows.")
     ] = _DEFAULT.tagged,
     check_every: Annotated[
-        int, typer.Option(metavar="N", help="Check every N-th step against the reference; 0: none.")
+        int, typer.Option(metavar="N", help="Check every N-th step and chunk against the reference; 0: none.")
     ] = _DEFAULT.check_every,
     check_rows: Annotated[
-        int, typer.Option(help="The most (token, head, layer) rows to check in such a step.")
+        int, typer.Option(help="The most (token, head, layer) rows to check in each of them.")
     ] = _DEFAULT.check_rows,
     init_blocks: Annotated[
         int, typer.Option(help="First blocks that are always selected.")
@@ -113,6 +124,8 @@ def replay(
         requests=requests,
         max_batch=max_batch,
         cache_tokens=cache_tokens,
+        chunk_tokens=chunk_tokens,
+        prefill_tokens=prefill_tokens,
         step_ms=step_ms,
         backend=backend,
         tagged=tagged,
@@ -142,6 +155,8 @@ def demo(
         sparse_layers=3,
         max_batch=8,
         cache_tokens=48 * 1024,
+        chunk_tokens=128,
+        prefill_tokens=256,
         check_rows=32,
     )
     with as_file(files("msa_icp") / "data" / "sample_trace.jsonl") as trace:

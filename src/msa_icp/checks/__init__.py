@@ -32,6 +32,8 @@ from .decode import (
     write_keys,
 )
 from .prefill import (
+    exchange,
+    local_exchange,
     plan_device,
     plan_storage,
     pool_bytes,
@@ -47,12 +49,14 @@ __all__ = [
     "decode_inputs",
     "decode_score",
     "device",
+    "exchange",
     "flag",
     "forced_blocks",
     "group_shape",
     "integer",
     "k_shard",
     "layout",
+    "local_exchange",
     "merge",
     "one_of",
     "plan_device",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from .arguments import (
     one_of,
     refuse,
     score_rows,
+    separate_rows,
     tensor,
     unit_last_stride,
     valid_pages_of,
@@ -353,3 +355,58 @@ def prefill_fused(
     forced_blocks("force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks)
     flag("enable_pdl", enable_pdl)
     return shard
+
+
+# ---------------------------------------------------------------- the exchange
+
+
+def _sent_rows(name: str, carrier: Any) -> Tensor:
+    """A carrier whose heads can be sent from where they lie."""
+    rows = tensor(name, carrier, torch.int32, (NUM_HEADS, "tokens", LEGACY_WORDS))
+    tokens = rows.shape[1]
+    unit_last_stride(name, rows)
+    if tokens > 1 and rows.stride(1) != LEGACY_WORDS:
+        refuse(f"{name}.stride(1)", f"the {LEGACY_WORDS} words of a row", rows.stride(1))
+    if rows.stride(0) < tokens * LEGACY_WORDS:
+        refuse(
+            f"{name}.stride(0)",
+            f"at least {tokens} * {LEGACY_WORDS} = {tokens * LEGACY_WORDS}",
+            rows.stride(0),
+        )
+    return rows
+
+
+def _received_rows(name: str, received: Any, world_size: int, carrier: Tensor) -> Tensor:
+    """A receive buffer for the carriers of `world_size` ranks like `carrier`."""
+    shape = (world_size, NUM_HEADS // world_size, carrier.shape[1], LEGACY_WORDS)
+    rows = tensor(name, received, torch.int32, shape, device=carrier.device)
+    separate_rows(name, rows)
+    if shape[2] > 1 and rows.stride(2) != LEGACY_WORDS:
+        refuse(f"{name}.stride(2)", f"the {LEGACY_WORDS} words of a row", rows.stride(2))
+    return rows
+
+
+def exchange(carrier: Any, received: Any, *, world_size: int) -> Tensor:
+    """`exchange_prefill` of one rank of a group of `world_size`; returns `received`."""
+    if world_size not in WORLD_SIZES:
+        refuse("group", f"one of {' or '.join(map(str, WORLD_SIZES))} ranks", f"one of {world_size}")
+    return _received_rows("received", received, world_size, _sent_rows("carrier", carrier))
+
+
+def local_exchange(carrier: Any, received: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """`exchange_prefill` of ranks that share this process; returns both."""
+    if not isinstance(carrier, Sequence):
+        refuse("carrier", "a torch.Tensor, or a sequence of one for each rank", type(carrier).__name__)
+    if len(carrier) not in WORLD_SIZES:
+        refuse(
+            "carrier", f"those of {' or '.join(map(str, WORLD_SIZES))} ranks", f"a sequence of {len(carrier)}"
+        )
+    if not isinstance(received, Sequence) or len(received) != len(carrier):
+        was = f"one of {len(received)}" if isinstance(received, Sequence) else type(received).__name__
+        refuse("received", f"a sequence of {len(carrier)} tensors, as carrier is", was)
+    first = _sent_rows("carrier[0]", carrier[0])
+    for rank, (sent, rows) in enumerate(zip(carrier, received, strict=True)):
+        tensor(f"carrier[{rank}]", sent, torch.int32, tuple(first.shape), device=first.device)
+        _sent_rows(f"carrier[{rank}]", sent)
+        _received_rows(f"received[{rank}]", rows, len(carrier), first)
+    return carrier, received

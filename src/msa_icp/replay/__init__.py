@@ -4,7 +4,8 @@
     plan.py      which of them, how many pages, does it fit
     engine.py    the schedule: continuous batching over the page allocator of pages.py
     synth.py     keys and queries of any request, position and layer
-    rank.py      what one rank does in a step; loop.py runs the steps
+    shard.py     a rank's keys and block table
+    rank.py      what one rank does in a step, prefill.py with the prompts; loop.py runs the steps
     run.py       all ranks in one process; processes.py: a process for each
     checker.py   compares merged rows with the reference
     report.py    table, summary.json and the pictures of pictures.py

@@ -14,6 +14,9 @@ DEVICES = ("cpu", "cuda")
 
 MAX_CONTEXT = MAX_BLOCKS * BLOCK
 
+MAX_CHUNK = 8192
+"""The most prompt tokens of a step."""
+
 
 @dataclass(frozen=True)
 class ReplayOptions:
@@ -28,6 +31,8 @@ class ReplayOptions:
     requests: int | None = None
     max_batch: int = 16
     cache_tokens: int | None = None
+    chunk_tokens: int = 512
+    prefill_tokens: int = 1024
     step_ms: float = 30.0
     backend: str = "auto"
     tagged: bool = True
@@ -46,6 +51,8 @@ class ReplayOptions:
         _within("--sparse-layers", self.sparse_layers, 1, 1024)
         _within("--max-context", self.max_context, 1, MAX_CONTEXT)
         _within("--max-batch", self.max_batch, 1, 1024)
+        _within("--chunk-tokens", self.chunk_tokens, 1, MAX_CHUNK)
+        _within("--prefill-tokens", self.prefill_tokens, 1, MAX_CONTEXT)
         _within("--check-every", self.check_every, 0, 2**31 - 1)
         _within("--check-rows", self.check_rows, NUM_HEADS, 2**31 - 1)
         _within("--seed", self.seed, 0, 2**31 - 1)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ..geometry import BLOCK
@@ -28,27 +30,32 @@ _STYLE = {
 
 
 def draw_selection(outcome: Outcome, path: Path) -> None:
-    """The blocks that each head selected for one request, over its decoded tokens, in the first layer."""
+    """The blocks that each head selected for one request, over its tokens, in the first layer."""
     followed = outcome.plan.walk.followed
     request = outcome.plan.requests[followed]
     chosen = _followed(outcome)
+    decoded = sum(position >= request.prompt_tokens for position in chosen)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(11, 7.5), layout="constrained")
         figure.suptitle(
             f"Blocks of 128 keys that each index head selects (request {request.index}: "
-            f"{request.prompt_tokens:,} prompt tokens, {len(chosen)} decoded ones; first sparse layer)"
+            f"{request.prompt_tokens:,} prompt tokens, {decoded} decoded ones; first sparse layer)"
         )
         axes = figure.subplots(2, 2, sharex=True, sharey=True)
         for head, axis in enumerate(axes.flat):
             _draw_head(axis, head, chosen)
             if chosen:
-                _draw_foci(axis, head, outcome, list(chosen))
+                _draw_foci(axis, head, outcome, sorted(chosen))
+                axis.axvline(request.prompt_tokens - 0.5, color="black", linewidth=0.8)
         for axis in axes[:, 0]:
             axis.set_ylabel("block")
         for axis in axes[-1]:
-            axis.set_xlabel("position of the decoded token")
-        handles = [Patch(color="#dddddd", label="sections that the queries were made to look for")]
-        figure.legend(handles=handles, loc="outside lower center", frameon=False)
+            axis.set_xlabel("position of the token")
+        handles: list[Artist] = [
+            Patch(color="#dddddd", label="sections that the queries were made to look for"),
+            Line2D([], [], color="black", linewidth=0.8, label="prefill to the left, decode to the right"),
+        ]
+        figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=2)
         figure.savefig(path, dpi=130)
 
 
@@ -90,42 +97,48 @@ def _draw_foci(axis: Axes, head: int, outcome: Outcome, positions: list[int]) ->
 
 
 def draw_bytes(outcome: Outcome, path: Path) -> None:
-    """Contexts in the batch, and the bytes that they make a rank read, over the decode steps."""
-    options = outcome.plan.options
-    contexts = outcome.plan.walk.contexts[: outcome.steps]
-    steps = range(len(contexts))
-    sharded = [count / 1e6 for count in k_bytes(outcome.plan, outcome.steps)]
-    replicated = [count * options.world_size for count in sharded]
+    """Contexts in the batch, and the bytes that decoding and prefill make a rank read, over the steps."""
+    options, walk = outcome.plan.options, outcome.plan.walk
+    contexts = walk.contexts[: outcome.steps]
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(11, 7.5), layout="constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True)
+        figure = Figure(figsize=(11, 10), layout="constrained")
+        upper, *lower = figure.subplots(3, 1, sharex=True)
         by_row = [[row / 1024 for row in of_row] for of_row in zip(*contexts, strict=True)]
         shade = matplotlib.colormaps["viridis"].resampled(options.max_batch)
         if contexts:
             upper.stackplot(
-                steps, *by_row, colors=[shade(row) for row in range(options.max_batch)],
+                range(len(contexts)), *by_row, colors=[shade(row) for row in range(options.max_batch)],
                 edgecolor="white", linewidth=0.4, step="post", alpha=0.85,
             )  # fmt: skip
-        upper.set_title("Contexts in the batch, a band for each batch row", loc="left")
+        upper.set_title("Contexts of the requests that decode, a band for each batch row", loc="left")
         upper.set_ylabel("Ki tokens")
-        lower.fill_between(
-            steps, replicated, step="post", color="#d9d9d9", linewidth=0,
-            label=f"replicated indexer: {outcome.replicated_k_bytes / 1e9:,.2f} GB in all",
-        )  # fmt: skip
-        lower.fill_between(
-            steps, sharded, step="post", color=_HEAD_COLOURS[0], linewidth=0,
-            label=f"index context parallelism, {options.world_size} ranks: "
-            f"{outcome.k_bytes_per_rank / 1e9:,.2f} GB in all",
-        )  # fmt: skip
-        lower.set_title(
-            f"Index-key bytes that each rank reads in a step ({options.sparse_layers} sparse layers)",
-            loc="left",
-        )
-        lower.set_ylabel("MB")
-        lower.set_xlabel("decode step")
-        lower.legend(loc="upper left", frameon=False)
-        lower.set_ylim(top=1.3 * max(replicated, default=1.0))  # room for the legend
-        for axis in (upper, lower):
+        _draw_read(lower[0], outcome, "decoding", k_bytes(outcome.plan, contexts))
+        _draw_read(lower[1], outcome, "prefill", k_bytes(outcome.plan, walk.windows[: outcome.steps]))
+        lower[1].set_xlabel("step")
+        for axis in (upper, *lower):
             axis.set_ylim(bottom=0)
             axis.margins(x=0)
         figure.savefig(path, dpi=130)
+
+
+def _draw_read(axis: Axes, outcome: Outcome, part: str, of_step: list[int]) -> None:
+    """What each rank reads in a step, in front of what it would read of replicated keys."""
+    options = outcome.plan.options
+    steps = range(len(of_step))
+    sharded = [count / 1e6 for count in of_step]
+    replicated = [count * options.world_size for count in sharded]
+    axis.fill_between(
+        steps, replicated, step="post", color="#d9d9d9", linewidth=0,
+        label=f"replicated indexer: {sum(replicated) / 1e3:,.2f} GB in all",
+    )  # fmt: skip
+    axis.fill_between(
+        steps, sharded, step="post", color=_HEAD_COLOURS[0], linewidth=0,
+        label=f"index context parallelism, {options.world_size} ranks: {sum(sharded) / 1e3:,.2f} GB in all",
+    )  # fmt: skip
+    axis.set_title(
+        f"Index-key bytes that each rank reads in a step for {part} ({options.sparse_layers} sparse layers)",
+        loc="left",
+    )
+    axis.set_ylabel("MB")
+    axis.legend(loc="upper left", frameon=False)
+    axis.set_ylim(top=1.3 * max([*replicated, 1e-3]))  # room for the legend

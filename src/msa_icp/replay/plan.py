@@ -12,8 +12,8 @@ import torch
 
 import msa_icp
 
-from ..dispatch import AUTOMATIC
-from ..geometry import HEAD_DIM, NUM_HEADS, ShardLayout
+from ..dispatch import AUTOMATIC, resolve
+from ..geometry import HEAD_DIM, LEGACY_WORDS, NUM_HEADS, PLAN_WORKSPACE_BYTES, TOP_K, ShardLayout
 from .engine import Engine
 from .errors import UsageError
 from .options import ReplayOptions
@@ -21,6 +21,9 @@ from .trace import Request
 
 _PROCESS_BYTES = 300 << 20
 """Resident bytes of a process that has imported torch."""
+
+_SCORES_BYTES = 64 << 20
+"""What the torch backend keeps at a time of the scores and converted keys of a window."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,28 @@ class Plan:
         """Name of the backend that the ranks run on."""
         return resolve_backend(self.options)
 
+    @property
+    def prefill_backend(self) -> str:
+        """What scores and selects prompts: the same, or the device's choice where that has no prefill."""
+        try:
+            resolve(self.backend, torch.device(self.options.device), "prefill_score_select")
+        except ValueError:
+            return "auto"
+        return self.backend
+
 
 @dataclass(frozen=True)
 class Walk:
     """What the schedule does from its first to its last step."""
 
     contexts: list[list[int]]
-    """For each step the context of each batch row, 0 where it is empty."""
+    """For each step the context of each batch row that decodes, 0 for the others."""
+    windows: list[list[int]]
+    """For each step the contexts of the prompts that enter, up to and with their tokens of this step."""
+    prefill_tokens: int
+    """Prompt tokens that enter through the indexer."""
     tokens: int
+    """Decoded ones."""
     followed: int
     """Place of the request with the most decode steps, and of those the longest."""
 
@@ -113,6 +130,7 @@ def needed_bytes(options: ReplayOptions, pages: int, longest: int) -> int:
         options.capacity * NUM_HEADS * columns * 4  # score rows
         + options.batch_rows * columns * 4  # block table
         + layout["storage_words"] * 4
+        + _prefill_bytes(options)
         + (0 if options.in_process else _PROCESS_BYTES)
     )
     cache: int = pages * options.page_size * HEAD_DIM * options.sparse_layers
@@ -120,6 +138,16 @@ def needed_bytes(options: ReplayOptions, pages: int, longest: int) -> int:
     return (
         cache + options.world_size * per_rank + checking * (1 if options.in_process else options.world_size)
     )
+
+
+def _prefill_bytes(options: ReplayOptions) -> int:
+    """Memory that a rank takes for the windows of prompts."""
+    pool: int = msa_icp.msa_icp_prefill_pool_bytes(
+        total_q=options.chunk_tokens, batch=options.max_batch, device=options.device
+    )
+    carriers = 2 * NUM_HEADS * options.chunk_tokens * LEGACY_WORDS * 4
+    merged = options.sparse_layers * options.chunk_tokens * options.heads_per_rank * TOP_K * 4
+    return pool + carriers + merged + PLAN_WORKSPACE_BYTES + _SCORES_BYTES
 
 
 def _check_memory(options: ReplayOptions, pages: int, longest: int) -> None:
@@ -147,28 +175,26 @@ def available_bytes() -> int:
 
 
 def _walk(requests: list[Request], options: ReplayOptions, pages: int) -> Walk:
-    engine = Engine(requests, options, pages)
-    contexts = []
+    contexts, windows, prefill_tokens = [], [], 0
     decoded: Counter[int] = Counter()
-    for step in engine.steps():
+    for step in Engine(requests, options, pages).steps():
         of_row = {row.row: row.seq_len for row in step.rows}
         contexts.append([of_row.get(row, 0) for row in range(options.max_batch)])
         decoded.update(row.request for row in step.rows)
+        windows.append([segment.stop for segment in step.window.segments] if step.window else [])
+        prefill_tokens += step.window.tokens if step.window else 0
     followed = max(decoded, key=lambda place: (decoded[place], requests[place].prompt_tokens))
-    return Walk(contexts, decoded.total() * options.query_len, followed)
+    return Walk(contexts, windows, prefill_tokens, decoded.total() * options.query_len, followed)
 
 
-def k_bytes(plan: Plan, steps: int) -> list[int]:
-    """For each of the first steps the index-key bytes that each rank's scorer reads, over all layers.
+def k_bytes(plan: Plan, contexts: Sequence[Sequence[int]]) -> list[int]:
+    """For each step the index-key bytes that each rank's scorer reads for its `contexts`, over all layers.
 
     Whole pages, so that every rank reads the same: a replicated indexer reads world-size times that.
     """
     layout = ShardLayout(plan.options.world_size, 0, plan.options.page_size)
     page_bytes = layout.page_bytes * plan.options.sparse_layers
-    return [
-        sum(layout.columns(context) for context in contexts) * page_bytes
-        for contexts in plan.walk.contexts[:steps]
-    ]
+    return [sum(map(layout.columns, of_step)) * page_bytes for of_step in contexts]
 
 
 def threads_per_rank(options: ReplayOptions) -> int:

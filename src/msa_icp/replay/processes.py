@@ -1,7 +1,8 @@
 """A process for each rank, and the parent that watches over them.
 
 The ranks meet in a gloo group on 127.0.0.1. They talk to each other through it once a step (a reduced
-flag, which says whether to go on and lines them up), and through the receive storage in each layer. Each
+flag, which says whether to go on and lines them up) and in each layer of a step in which prompts enter, and
+through the receive storage in each layer of a step in which somebody decodes. Each
 has a pipe to the parent: rank 0 tells its progress and hears of Ctrl-C, all send their result or what
 went wrong. A rank ends when its parent is gone.
 """
@@ -16,7 +17,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -38,7 +39,7 @@ from .synth import Synth
 
 HOST = "127.0.0.1"
 GROUP_TIMEOUT = timedelta(minutes=5)
-"""How long ranks wait for each other's prefill and checks."""
+"""How long ranks wait for each other's scores and checks."""
 GRACE_SECONDS = 30.0
 """After the first failure, how long the other ranks may take to notice; their waits are shorter."""
 PROGRESS_SECONDS = 0.1
@@ -105,6 +106,14 @@ def _run_rank(plan: Plan, rank: int, port: int, parent: Connection) -> _Done:
             raise PeerGone("the other ranks cannot be reached") from error
         return not stop.item()
 
+    def exchange(ranks: Sequence[Rank]) -> None:
+        (one,) = ranks
+        try:
+            with one.watch("prefill", "exchange"):
+                msa_icp.exchange_prefill(one.prefill.carrier, one.prefill.received)
+        except RuntimeError as error:
+            raise PeerGone(f"the other ranks cannot be reached: {error}") from error
+
     def tell(progress: Progress) -> None:
         nonlocal last_told
         if rank == 0 and time.monotonic() - last_told > PROGRESS_SECONDS:
@@ -116,7 +125,7 @@ def _run_rank(plan: Plan, rank: int, port: int, parent: Connection) -> _Done:
         synth = Synth(plan.requests, plan.options.seed)
         with msa_icp.ReceiveStorage.create(capacity=plan.options.capacity) as storage:
             one = Rank(plan, synth, storage)
-            counts = run_steps(plan, [one], go_on, tell)
+            counts = run_steps(plan, [one], exchange, go_on, tell)
             return _Done(one.result(), counts)
     finally:
         dist.destroy_process_group()

@@ -6,44 +6,46 @@ keys, and uses nothing but the public functions.
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import msa_icp
 
-from ..geometry import HEAD_DIM, NUM_HEADS, TOP_K, ShardLayout
+from ..geometry import HEAD_DIM, NUM_HEADS, TOP_K
 from .checker import Checker, WrongRow
-from .engine import Admission, Step
+from .engine import Step
 from .options import BATCH_MULTIPLE
 from .plan import Plan
+from .prefill import Prefill
+from .shard import Shard, Stopwatch
 from .synth import Synth, mix
 
 SPIN_LIMIT = 1 << 23
 """Polls that a wait for a peer takes at most: some seconds. Ranks start the layers of a step together, so
 that a wait only covers the differences between equal pieces of work."""
 
-PREFILL_CHUNK = 8192
-"""Prompt tokens whose keys are written at once."""
-
-_NAN_BYTE = 0x7F
+FOLLOWED_PREFILL = 512
+"""The most prefilled tokens whose selection is kept for the picture."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a replay has come."""
+    """How far a replay has come. Tokens are those of the whole batch; every rank sees all of them."""
 
     steps: int
+    """Steps of the engine, those without decoded tokens included."""
+    decode_steps: int
     tokens: int
-    """Decoded tokens of the whole batch; every rank sees all of them."""
+    """Decoded tokens."""
     k_bytes: int
-    """Index-key bytes in the pages that each rank's scorer read; the same for all ranks."""
+    """Index-key bytes in the pages that each rank's decode scorer read; the same for all ranks."""
+    prefill_windows: int
+    prefill_tokens: int
+    """Prompt tokens that went through the indexer."""
+    prefill_k_bytes: int
+    """As `k_bytes`, where each window reads the context of each of its segments once."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,23 @@ class RankResult:
     rank: int
     progress: Progress
     rows_checked: int
+    prefill_rows_checked: int
+    """Those of `rows_checked` that belong to prompt tokens."""
     rows_wrong: int
     first_wrong: WrongRow | None
     digest: int
-    """Sum of a hash of every merged row, modulo 2**64: add the ranks' to compare two replays."""
-    phases: dict[str, float]
-    """Seconds by phase; 'exchange' contains the waits for the other ranks."""
+    """Sum of a hash of every merged row of decoded tokens, modulo 2**64: add that of all ranks."""
+    prefill_digest: int
+    """The same of prompt tokens."""
+    phases: dict[str, dict[str, float]]
+    """Seconds by part and phase; 'exchange' contains the waits for the other ranks."""
     followed: list[tuple[int, list[list[int]]]]
-    """For each token of the followed request its position and the ids of each head, layer 0."""
+    """For tokens of the followed request their positions and the ids of each head, layer 0."""
 
 
 class Rank:
-    """A rank; for each step `begin`, then `publish` and `merge` for each layer, then `finish`."""
+    """A rank. For each step `begin`; for each layer, where somebody decodes, `publish` and `merge`, and where
+    prompts enter what `prefill` does; then `finish`."""
 
     _batch: _Batch
     """Of the step that has begun."""
@@ -75,76 +82,54 @@ class Rank:
         self._options = options
         self._synth = synth
         self.storage = storage
-        self._layout = ShardLayout(options.world_size, storage.rank, options.page_size)
-        # What the functions that touch the shard have to know.
-        self._shard: dict[str, Any] = {
-            "rank": storage.rank,
-            "world_size": options.world_size,
-            "page_size": options.page_size,
-            "backend": plan.backend,
-        }
-        first_head = storage.rank * storage.heads_per_rank
-        self._checker = Checker(options, synth, range(first_head, first_head + storage.heads_per_rank))
-        columns = msa_icp.msa_icp_decode_score_columns(plan.longest, options.page_size)
+        self.watch = Stopwatch()
+        self._shard = Shard(plan, synth, storage.rank, storage.device, self.watch)
+        self.prefill = Prefill(plan, synth, self._shard, storage.errors, self.watch)
+        self._first_head = storage.rank * storage.heads_per_rank
+        heads = range(self._first_head, self._first_head + storage.heads_per_rank)
+        self._checker = Checker(options, synth, heads)
         self._device = storage.device
-        # A page holds NaN until it is written, and a table row anything behind its last page: neither may
-        # reach a score.
-        self._index_k = [
-            torch.full(
-                (plan.pages, self._layout.rows, HEAD_DIM), _NAN_BYTE, dtype=torch.uint8, device=self._device
-            ).view(torch.float8_e4m3fn)
-            for _ in range(options.sparse_layers)
-        ]
-        self._table = torch.full(
-            (options.batch_rows, columns), 2**31 - 1, dtype=torch.int32, device=self._device
-        )
+        columns = self._shard.columns
         self._scores = torch.empty(options.capacity, NUM_HEADS, columns, device=self._device)
         self._merged = torch.empty(
             (options.sparse_layers, options.capacity, storage.heads_per_rank, TOP_K),
             dtype=torch.int32,
             device=self._device,
         )
-        self._steps = self._tokens = self._k_bytes = self._digest = 0
-        self._phases: dict[str, float] = defaultdict(float)
+        self._steps = self._decode_steps = self._tokens = self._k_bytes = self._digest = 0
+        self._windows = self._prefill_tokens = self._prefill_k_bytes = self._prefill_digest = 0
         self._followed: list[tuple[int, list[list[int]]]] = []
 
     # ------------------------------------------------------------ a step
 
     def begin(self, step: Step) -> None:
-        """Follow the schedule: update the block table, write the keys of admitted prompts."""
-        for admission in step.admitted:
-            self._table[admission.row, : len(admission.pages)] = torch.tensor(
-                admission.pages, dtype=torch.int32, device=self._device
-            )
-        for row, column, page in step.grown:
-            self._table[row, column] = page
-        for admission in step.admitted:
-            self._prefill(admission)
+        """Follow the schedule: the block table, cached prompts, and the metadata of batch and window."""
+        self._shard.follow(step)
         self._batch = _Batch(step, self._options.query_len, self._device)
+        if step.window is not None:
+            self.prefill.begin(step.window)
 
     def publish(self, layer: int, slot: int) -> None:
         """Write the new tokens' keys, score this rank's shard, send its Top16 rows to their owners."""
         batch, options, storage = self._batch, self._options, self.storage
-        with self._phase("synthesis"):
-            keys = self._synth.keys(batch.request, batch.position, layer)
+        self._shard.write("decode", batch.request, batch.position, batch.row, layer)
+        with self.watch("decode", "synthesis"):
             queries = torch.zeros(batch.tokens, NUM_HEADS, HEAD_DIM, dtype=torch.uint8)
             queries[batch.token] = self._synth.queries(batch.request, batch.position, layer).view(torch.uint8)
-        with self._phase("writing"):
-            self._write(keys, batch.position, batch.row, layer)
-        table = self._table[: batch.size]
+        table = self._shard.table[: batch.size]
         scores = self._scores[: batch.tokens]
-        with self._phase("scoring"):
+        with self.watch("decode", "scoring"):
             msa_icp.msa_icp_decode_index_score_sharded(
                 queries.view(torch.float8_e4m3fn).to(self._device),
-                self._index_k[layer],
+                self._shard.index_k[layer],
                 table,
                 batch.seq_lens,
                 scores,
                 decode_query_len=options.query_len,
                 max_decode_query_len=options.query_len,
-                **self._shard,
+                **self._shard.arguments,
             )
-        with self._phase("exchange"):
+        with self.watch("decode", "exchange"):
             msa_icp.msa_icp_topk_select_publish(
                 scores,
                 batch.num_valid,
@@ -159,15 +144,15 @@ class Rank:
                 force_end_blocks=options.local_blocks,
                 spin_limit=SPIN_LIMIT,
                 generations=storage.publish_generations if options.tagged else None,
-                index_scale=self._layout.index_scale,
-                index_offset=self._layout.index_offset,
+                index_scale=self._shard.layout.index_scale,
+                index_offset=self._shard.layout.index_offset,
                 backend=self._plan.backend,
             )
 
     def merge(self, layer: int, slot: int) -> None:
         """Merge what all ranks sent for this rank's heads."""
         storage, options = self.storage, self._options
-        with self._phase("exchange"):
+        with self.watch("decode", "exchange"):
             msa_icp.msa_icp_merge_candidates(
                 (storage.tagged_recv if options.tagged else storage.recv)[slot],
                 self._batch.num_valid,
@@ -183,25 +168,54 @@ class Rank:
     def finish(self) -> None:
         """Raise if a peer did not come; otherwise count and check what was merged."""
         self.storage.check()
-        options, step = self._options, self._batch.step
+        step = self._batch.step
         self._steps += 1
-        self._tokens += len(step.rows) * options.query_len
-        columns = sum(self._layout.columns(row.seq_len) for row in step.rows)
-        self._k_bytes += columns * self._layout.page_bytes * options.sparse_layers
+        if step.rows:
+            self._finish_decode(step)
+        if step.window is not None:
+            self._finish_prefill(step)
+
+    def _finish_decode(self, step: Step) -> None:
+        batch, query_len = self._batch, self._options.query_len
+        number = self._decode_steps
+        self._decode_steps += 1
+        self._tokens += len(step.rows) * query_len
+        self._k_bytes += self._bytes_of([row.seq_len for row in step.rows])
         outputs = self._merged.cpu()
-        self._add_to_digest(outputs)
-        for row in step.rows:
-            if row.request == self._plan.walk.followed:
-                for j in range(options.query_len):
-                    ids = outputs[0, row.row * options.query_len + j].tolist()
-                    self._followed.append((row.seq_len - options.query_len + j, ids))
-        with self._phase("checking"):
-            self._checker.check(step, list(outputs))
+        self._digest += self._hash(outputs[:, batch.token], batch.request, batch.position)
+        followed = (batch.request == self._plan.walk.followed).nonzero().flatten().tolist()
+        for place in followed:
+            self._follow(int(batch.position[place]), outputs[0, batch.token[place]])
+        with self.watch("decode", "checking"):
+            self._checker.check(number, step, list(outputs))
+
+    def _finish_prefill(self, step: Step) -> None:
+        tokens, outputs = self.prefill.tokens, self.prefill.merged.cpu()
+        self._windows += 1
+        self._prefill_tokens += tokens.count
+        self._prefill_k_bytes += self._bytes_of([segment.stop for segment in tokens.window.segments])
+        self._prefill_digest += self._hash(outputs, tokens.request, tokens.position)
+        followed = self._plan.walk.followed
+        prompt = min(self._plan.requests[followed].prompt_tokens, self._options.prefill_tokens)
+        every = -(-prompt // FOLLOWED_PREFILL)
+        shown = (tokens.request == followed) & (tokens.position % every == 0)
+        for place in shown.nonzero().flatten().tolist():
+            self._follow(int(tokens.position[place]), outputs[0, place])
+        with self.watch("prefill", "checking"):
+            self._checker.check_window(step.number, tokens.window, list(outputs))
 
     @property
     def progress(self) -> Progress:
         """How far this rank has come."""
-        return Progress(self._steps, self._tokens, self._k_bytes)
+        return Progress(
+            steps=self._steps,
+            decode_steps=self._decode_steps,
+            tokens=self._tokens,
+            k_bytes=self._k_bytes,
+            prefill_windows=self._windows,
+            prefill_tokens=self._prefill_tokens,
+            prefill_k_bytes=self._prefill_k_bytes,
+        )
 
     def result(self) -> RankResult:
         """What was done so far."""
@@ -209,51 +223,35 @@ class Rank:
             rank=self.storage.rank,
             progress=self.progress,
             rows_checked=self._checker.rows_checked,
+            prefill_rows_checked=self._checker.prefill_rows_checked,
             rows_wrong=self._checker.rows_wrong,
             first_wrong=self._checker.first_wrong,
-            digest=self._digest,
-            phases=dict(self._phases),
+            digest=self._digest % 2**64,
+            prefill_digest=self._prefill_digest % 2**64,
+            phases={part: dict(phases) for part, phases in self.watch.seconds.items()},
             followed=self._followed,
         )
 
     # ------------------------------------------------------------ parts of it
 
-    def _prefill(self, admission: Admission) -> None:
-        for start, stop in admission.spans:
-            for position in torch.arange(start, stop).split(PREFILL_CHUNK):
-                request = torch.full_like(position, admission.request)
-                row = torch.full_like(position, admission.row)
-                for layer in range(self._options.sparse_layers):
-                    with self._phase("synthesis"):
-                        keys = self._synth.keys(request, position, layer)
-                    with self._phase("writing"):
-                        self._write(keys, position, row, layer)
+    def _bytes_of(self, contexts: list[int]) -> int:
+        """Index-key bytes in this rank's share of the pages of these contexts, over all layers."""
+        layout = self._shard.layout
+        pages: int = sum(map(layout.columns, contexts))
+        return pages * layout.page_bytes * self._options.sparse_layers
 
-    def _write(self, keys: Tensor, position: Tensor, row: Tensor, layer: int) -> None:
-        msa_icp.write_index_keys(
-            keys.to(self._device),
-            position.to(self._device, torch.int32),
-            row.to(self._device, torch.int32),
-            self._table,
-            self._index_k[layer],
-            **self._shard,
-        )
+    def _follow(self, position: int, ids: Tensor) -> None:
+        self._followed.append((position, ids.tolist()))
 
-    def _add_to_digest(self, outputs: Tensor) -> None:
-        batch, storage = self._batch, self.storage
-        ids = outputs[:, batch.token].to(torch.int64)  # [layers, tokens, hpr, 16]
+    def _hash(self, merged: Tensor, request: Tensor, position: Tensor) -> int:
+        """Stands for the merged rows `[layers, n, hpr, 16]` of `n` tokens, in any order."""
+        ids = merged.to(torch.int64)
         layers, _, heads, _ = ids.shape
-        head = torch.arange(heads) + storage.rank * heads
-        place = mix(batch.request * 2**32 + batch.position)[:, None] + head
+        head = torch.arange(heads) + self._first_head
+        place = mix(request * 2**32 + position)[:, None] + head
         name = mix(place + (torch.arange(layers) * NUM_HEADS)[:, None, None])
         row = mix(ids + torch.arange(TOP_K) * 2**32).sum(-1)
-        self._digest = (self._digest + int(mix(row ^ name).sum())) % 2**64
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._phases[name] += time.perf_counter() - start
+        return int(mix(row ^ name).sum())
 
 
 class _Batch:

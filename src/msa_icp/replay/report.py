@@ -61,6 +61,8 @@ def summary(outcome: Outcome, trace: Path) -> dict[str, Any]:
         "processes": 1 if options.in_process else options.world_size,
         "max_batch": options.max_batch,
         "max_context": options.max_context,
+        "chunk_tokens": options.chunk_tokens,
+        "prefill_tokens_limit": options.prefill_tokens,
         "step_ms": options.step_ms,
         "init_blocks": options.init_blocks,
         "local_blocks": options.local_blocks,
@@ -72,21 +74,25 @@ def summary(outcome: Outcome, trace: Path) -> dict[str, Any]:
         "requests_planned": len(outcome.plan.requests),
         "requests_skipped": outcome.plan.skipped,
         "longest_context": max((max(row) for row in _contexts(outcome)), default=0),
-        "decode_steps": outcome.steps,
-        "decode_steps_planned": len(outcome.plan.walk.contexts),
-        "decode_tokens": outcome.tokens,
+        "steps": outcome.steps,
+        "steps_planned": len(outcome.plan.walk.contexts),
+        **_decode_numbers(outcome),
+        **_prefill_numbers(outcome),
         "rows_checked": outcome.rows_checked,
+        "prefill_rows_checked": outcome.prefill_rows_checked,
         "rows_wrong": outcome.rows_wrong,
         "first_wrong": None if wrong is None else str(wrong),
         "selection_digest": outcome.digest,
-        "k_bytes_per_rank": outcome.k_bytes_per_rank,
-        "replicated_k_bytes": outcome.replicated_k_bytes,
+        "prefill_digest": outcome.prefill_digest,
         "pages": outcome.plan.pages,
         "prompt_pages": counts.prompt_pages,
         "shared_pages": counts.shared_pages,
         "reused_pages": counts.reused_pages,
         "seconds": round(outcome.seconds, 3),
-        "seconds_by_phase": {name: round(seconds, 3) for name, seconds in outcome.phases.items()},
+        "seconds_by_phase": {
+            part: {name: round(seconds, 3) for name, seconds in phases.items()}
+            for part, phases in outcome.phases.items()
+        },
         "interrupted": outcome.interrupted,
         "versions": {
             "msa_icp": msa_icp.__version__,
@@ -94,6 +100,33 @@ def summary(outcome: Outcome, trace: Path) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+    }
+
+
+def _decode_numbers(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "decode_steps": outcome.progress.decode_steps,
+        "decode_steps_planned": sum(any(contexts) for contexts in outcome.plan.walk.contexts),
+        "decode_tokens": outcome.tokens,
+        "decode_tokens_per_second": round(outcome.rate("decode", outcome.tokens), 1),
+        "k_bytes_per_rank": outcome.k_bytes_per_rank,
+        "replicated_k_bytes": outcome.replicated_k_bytes,
+    }
+
+
+def _prefill_numbers(outcome: Outcome) -> dict[str, Any]:
+    progress, counts = outcome.progress, outcome.counts
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "cached_tokens": counts.cached_tokens,
+        "assumed_tokens": counts.assumed_tokens,
+        "prefill_windows": progress.prefill_windows,
+        "prefill_tokens": progress.prefill_tokens,
+        "prefill_tokens_planned": outcome.plan.walk.prefill_tokens,
+        "prefill_tokens_per_second": round(outcome.rate("prefill", progress.prefill_tokens), 1),
+        "prefill_k_bytes_per_rank": progress.prefill_k_bytes,
+        "prefill_replicated_k_bytes": progress.prefill_k_bytes * outcome.plan.options.world_size,
+        "prefill_backend": outcome.plan.prefill_backend,
     }
 
 
@@ -125,37 +158,57 @@ def _lines(outcome: Outcome) -> Iterator[tuple[str, str]]:
     longest = max((max(row) for row in _contexts(outcome)), default=0)
     yield "longest context", f"{longest:,} tokens"
     ended = ", interrupted" if outcome.interrupted else ""
-    planned = len(outcome.plan.walk.contexts)
-    yield "decode steps", f"{outcome.steps:,} of {planned:,}{ended}"
-    yield "decoded tokens", f"{outcome.tokens:,}, {outcome.tokens / outcome.seconds:,.0f} a second"
+    yield "steps", f"{outcome.steps:,} of {len(outcome.plan.walk.contexts):,}{ended}"
     yield (
         "prompt pages",
         f"{counts.prompt_pages:,}, {counts.shared_pages:,} shared; {counts.reused_pages:,} reused",
     )
-    yield "K read per rank", f"{_gigabytes(outcome.k_bytes_per_rank)}{_rate(outcome)}"
-    yield "replicated indexer", f"{_gigabytes(outcome.replicated_k_bytes)} on every rank"
-    yield "seconds", f"{outcome.seconds:.1f} ({_phases(outcome)})"
-    yield "selection digest", outcome.digest
-    yield "rows checked", f"{outcome.rows_checked:,}"
+    yield from _prefill_lines(outcome)
+    yield from _decode_lines(outcome)
+    yield "seconds", f"{outcome.seconds:.1f}, a rank's mean by part:"
+    for part, phases in outcome.phases.items():
+        yield f"  {part}", ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items())
+    yield "selection digest", f"{outcome.digest}; of prompts {outcome.prefill_digest}"
+    yield "rows checked", f"{outcome.rows_checked:,}, {outcome.prefill_rows_checked:,} of them of prompts"
     if outcome.rows_wrong:
         yield "[red]rows wrong[/red]", f"[red]{outcome.rows_wrong:,}; first: {outcome.first_wrong}[/red]"
     else:
         yield "rows wrong", "0"
 
 
+def _prefill_lines(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    options, counts, progress = outcome.plan.options, outcome.counts, outcome.progress
+    assumed = (
+        f"; {counts.assumed_tokens:,} taken as cached (--prefill-tokens {options.prefill_tokens})"
+        if counts.assumed_tokens
+        else ""
+    )
+    yield "prompt tokens", f"{counts.prompt_tokens:,}; {counts.cached_tokens:,} cached{assumed}"
+    yield (
+        "[bold]prefill[/bold]",
+        f"{progress.prefill_tokens:,} tokens in {progress.prefill_windows:,} chunks of up to "
+        f"{options.chunk_tokens}, {outcome.rate('prefill', progress.prefill_tokens):,.0f} tokens/s",
+    )
+    yield "  K read per rank", _read(outcome, progress.prefill_k_bytes)
+
+
+def _decode_lines(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    planned = sum(any(contexts) for contexts in outcome.plan.walk.contexts)
+    yield (
+        "[bold]decode[/bold]",
+        f"{outcome.tokens:,} tokens in {outcome.progress.decode_steps:,} of {planned:,} steps, "
+        f"{outcome.rate('decode', outcome.tokens):,.0f} tokens/s",
+    )
+    scoring = outcome.phases.get("decode", {}).get("scoring", 0.0)
+    rate = f", {outcome.k_bytes_per_rank / scoring / 1e9:.2f} GB/s while scoring" if scoring else ""
+    yield "  K read per rank", _read(outcome, outcome.k_bytes_per_rank) + rate
+
+
 def _contexts(outcome: Outcome) -> list[list[int]]:
     return outcome.plan.walk.contexts[: outcome.steps]
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB"
-
-
-def _rate(outcome: Outcome) -> str:
-    scoring = outcome.phases.get("scoring", 0.0)
-    return f", {outcome.k_bytes_per_rank / scoring / 1e9:.2f} GB/s while scoring" if scoring else ""
-
-
-def _phases(outcome: Outcome) -> str:
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in outcome.phases.items())
-    return f"a rank's mean: {parts}" if parts else "nothing was run"
+def _read(outcome: Outcome, k_bytes: int) -> str:
+    """Bytes that a rank read, and what a replicated indexer reads."""
+    replicated = k_bytes * outcome.plan.options.world_size
+    return f"{k_bytes / 1e9:,.2f} GB of a replicated indexer's {replicated / 1e9:,.2f} GB"

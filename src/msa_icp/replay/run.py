@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msa_icp
@@ -30,19 +30,24 @@ class Outcome:
     interrupted: bool
 
     @property
+    def progress(self) -> Progress:
+        """Steps, tokens and bytes; the same for all ranks."""
+        return self.ranks[0].progress
+
+    @property
     def steps(self) -> int:
-        """Decode steps that were run."""
-        return self.ranks[0].progress.steps
+        """Steps of the engine that were run."""
+        return self.progress.steps
 
     @property
     def tokens(self) -> int:
         """Tokens that were decoded."""
-        return self.ranks[0].progress.tokens
+        return self.progress.tokens
 
     @property
     def k_bytes_per_rank(self) -> int:
-        """Index-key bytes in the pages that each rank's scorer read; the same for all ranks."""
-        return self.ranks[0].progress.k_bytes
+        """Index-key bytes in the pages that each rank's decode scorer read; the same for all ranks."""
+        return self.progress.k_bytes
 
     @property
     def replicated_k_bytes(self) -> int:
@@ -55,8 +60,13 @@ class Outcome:
         return sum(rank.rows_checked for rank in self.ranks)
 
     @property
+    def prefill_rows_checked(self) -> int:
+        """Those of them that belong to prompt tokens."""
+        return sum(rank.prefill_rows_checked for rank in self.ranks)
+
+    @property
     def rows_wrong(self) -> int:
-        """Those of them that differed."""
+        """Those of the checked rows that differed."""
         return sum(rank.rows_wrong for rank in self.ranks)
 
     @property
@@ -66,16 +76,30 @@ class Outcome:
 
     @property
     def digest(self) -> str:
-        """Stands for all merged rows: equal for every world size, page size, row form and kind of run."""
+        """Stands for all merged rows of decoded tokens: equal for every world size, page size, row form and
+        kind of run."""
         return f"{sum(rank.digest for rank in self.ranks) % 2**64:016x}"
 
     @property
-    def phases(self) -> dict[str, float]:
-        """Seconds that a rank spent in each phase, the mean over the ranks."""
+    def prefill_digest(self) -> str:
+        """The same for the prompt tokens that went through the indexer."""
+        return f"{sum(rank.prefill_digest for rank in self.ranks) % 2**64:016x}"
+
+    @property
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Seconds that a rank spent in each phase of each part, the mean over the ranks."""
         return {
-            name: sum(rank.phases[name] for rank in self.ranks) / len(self.ranks)
-            for name in self.ranks[0].phases
+            part: {
+                name: sum(rank.phases[part].get(name, 0.0) for rank in self.ranks) / len(self.ranks)
+                for name in phases
+            }
+            for part, phases in self.ranks[0].phases.items()
         }
+
+    def rate(self, part: str, tokens: int) -> float:
+        """Tokens a second of a part of the work, its checks left out; 0 where there was none."""
+        seconds = sum(time for name, time in self.phases.get(part, {}).items() if name != "checking")
+        return tokens / seconds if seconds else 0.0
 
 
 def replay(plan: Plan, progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
@@ -97,5 +121,12 @@ def _run_in_process(
         plan.options.world_size, capacity=plan.options.capacity, device=plan.options.device
     ) as storages:
         ranks = [Rank(plan, synth, storage) for storage in storages]
-        counts = run_steps(plan, ranks, lambda: not interrupt.requested, progress)
+        counts = run_steps(plan, ranks, _exchange, lambda: not interrupt.requested, progress)
         return [rank.result() for rank in ranks], counts
+
+
+def _exchange(ranks: Sequence[Rank]) -> None:
+    with ranks[0].watch("prefill", "exchange"):
+        msa_icp.exchange_prefill(
+            [rank.prefill.carrier for rank in ranks], [rank.prefill.received for rank in ranks]
+        )

@@ -44,7 +44,7 @@ def _verdict(outcome: Outcome) -> int:
 
 
 class _Bar:
-    """Steps, tokens a second, and index-key bytes a second of each rank."""
+    """Steps, tokens a second of prompts and decoding, and index-key bytes a second of each rank."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._bar = Progress(
@@ -58,6 +58,7 @@ class _Bar:
         )
         self._task = self._bar.add_task("starting", total=steps, rates="")
         self._start: float | None = None
+        self._steps = self._decode_steps = 0  # as far as was heard
 
     def __enter__(self) -> _Bar:
         self._bar.start()
@@ -73,7 +74,14 @@ class _Bar:
         seconds = time.monotonic() - self._start
         rates = ""
         if seconds > 0:
-            tokens = (progress.tokens - self._first.tokens) / seconds
-            k_bytes = (progress.k_bytes - self._first.k_bytes) / seconds
-            rates = f"{tokens:,.0f} tokens/s, {k_bytes / 1e6:,.0f} MB/s K per rank"
-        self._bar.update(self._task, completed=progress.steps, rates=rates, description="decoding")
+            first = self._first
+            prompts = (progress.prefill_tokens - first.prefill_tokens) / seconds
+            tokens = (progress.tokens - first.tokens) / seconds
+            k_bytes = progress.k_bytes + progress.prefill_k_bytes - first.k_bytes - first.prefill_k_bytes
+            megabytes = k_bytes / seconds / 1e6
+            rates = f"prefill {prompts:,.0f}, decode {tokens:,.0f} tokens/s, {megabytes:,.0f} MB/s K"
+        if progress.steps > self._steps:  # the last call repeats what is known
+            doing = "decoding" if progress.decode_steps > self._decode_steps else "prefilling"
+            self._bar.update(self._task, description=doing)
+        self._steps, self._decode_steps = progress.steps, progress.decode_steps
+        self._bar.update(self._task, completed=progress.steps, rates=rates)

@@ -1,8 +1,8 @@
 """Prefill windows through the whole path of all ranks, against the reference.
 
-Scores of every column layout, with and without `initialize`, the selection, the fused form and the merge of
-the ranks' carriers. Scores may differ from the canonical ones by the bound of section 3 of the contract, and
-not at all where the sums are exact in FP32; everything after the scores is compared bit for bit.
+Scores of every column layout, with and without `initialize`, the selection, the fused form, and the exchange
+and merge of the ranks' carriers. Scores may differ from the canonical ones by the bound of section 3 of the
+contract, and not at all where the sums are exact in FP32; what follows the scores is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import api, cases, reference
 from ..cases import poisoned
 from ..prefill_cases import PrefillCase
+from ..prefill_exchange import exchange_prefill
 from ..prefill_plan import MSAIcpScorePlan
 from .comparison import BITWISE, Result, Truth, differences, is_slow, no_exchange, no_prefill, padded
 
@@ -217,12 +218,14 @@ def run_fused(
 def run_merge(case: PrefillCase, carriers: Sequence[Tensor], backend: str) -> Tensor:
     """All owners' merges of the ranks' carriers: int32 `[T, 4, 16]` on the CPU."""
     device, hpr = carriers[0].device, cases.HEADS // case.world_size
+    shape = (case.world_size, hpr, case.total_q, 33)
+    received = [poisoned(shape, torch.int32, device) for _ in range(case.world_size)]
+    exchange_prefill(carriers, received)
     merged = []
-    for owner in range(case.world_size):
-        received = torch.stack([carrier[owner * hpr : (owner + 1) * hpr] for carrier in carriers])
+    for of_owner in received:
         out = poisoned((case.total_q, hpr, 16), torch.int32, device)
         api.msa_icp_merge_candidates(
-            received,
+            of_owner,
             case.num_valid_pages().to(device),
             out,
             torch.zeros(1, dtype=torch.int32, device=device),
