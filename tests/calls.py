@@ -11,7 +11,7 @@ from helpers import HEADS, random_scores
 from torch import Tensor
 
 import msa_icp
-from msa_icp import cases
+from msa_icp import cases, prefill_cases, verify
 from msa_icp.cases import poisoned
 
 
@@ -125,6 +125,94 @@ def write_call(device: str, backend: str) -> Call:
     return Call(msa_icp.write_index_keys, arguments)
 
 
+WINDOW = {"qo_lens": (3, 0, 2), "kv_lens": (300, 40, 130)}
+
+
+def window_arguments(device: str, backend: str) -> dict[str, Any]:
+    """Queries, shard, table and plan of a window of 5 tokens and 3 columns, two ranks, pages of 256 keys."""
+    case = prefill_cases.prefill_case("", 2, 256, **WINDOW, spare_columns=2)
+    return {
+        "q": case.index_q.to(device),
+        "k": case.shard(1, device),
+        "block_table": case.table(device),
+        "plan": verify.prefill.plan_on_host(case, backend, device),
+        "rank": 1,
+        "tp": 2,
+        "backend": backend,
+    }
+
+
+def host_plan_call(device: str, backend: str) -> Call:
+    case = prefill_cases.prefill_case("", 2, 256, **WINDOW)
+    arguments = {
+        "qo_segment_lens": case.qo_lens,
+        "kv_segment_lens": case.kv_lens,
+        "num_qo_heads": HEADS,
+        "qo_offset": case.qo_offset,
+        "device": device,
+        "backend": backend,
+    }
+    return Call(msa_icp.msa_icp_index_score_sharded_plan, arguments)
+
+
+def device_plan_call(device: str, backend: str) -> Call:
+    case = prefill_cases.prefill_case("", 2, 256, **WINDOW)
+    sizes = msa_icp.msa_icp_index_score_plan_storage(num_qo_heads=HEADS, total_q=9, batch=3, device=device)
+    arguments = {
+        **case.metadata(device),
+        "num_qo_heads": HEADS,
+        "total_q": 9,
+        "max_query_len": 4,
+        "max_seq_len": 700,
+        "packed_work_range": torch.full((sizes["work_range_numel"],), -7, device=device),
+        "packed_work_info": torch.full((sizes["work_info_numel"],), -9, device=device),
+        "workspace": torch.zeros(sizes["workspace_bytes"], dtype=torch.uint8, device=device),
+        "backend": backend,
+    }
+    return Call(msa_icp.msa_icp_index_score_sharded_plan_device, arguments)
+
+
+def prefill_score_call(device: str, backend: str) -> Call:
+    arguments = window_arguments(device, backend)
+    arguments |= {
+        "max_score": poisoned((5, HEADS, 4), torch.float32, device),
+        "sm_scale": 0.5,
+        "initialize": False,
+        "compact": False,
+        "enable_pdl": False,
+    }
+    return Call(msa_icp.msa_icp_index_score_sharded, arguments)
+
+
+def prefill_select_call(device: str, backend: str) -> Call:
+    arguments = {
+        "scores": random_scores(6, 20, seed=0).to(device),
+        "num_valid_pages": torch.full((6,), 20, dtype=torch.int32, device=device),
+        "carrier": poisoned((HEADS, 6, 33), torch.int32, device),
+        "force_begin_blocks": 1,
+        "force_end_blocks": 2,
+        "index_scale": 1,
+        "index_offset": 0,
+        "backend": backend,
+    }
+    return Call(msa_icp.msa_icp_topk_select_prefill, arguments)
+
+
+def prefill_fused_call(device: str, backend: str) -> Call:
+    arguments = window_arguments(device, backend)
+    size = msa_icp.msa_icp_prefill_pool_bytes(total_q=5, batch=3, device=device)
+    arguments |= {
+        "num_valid_pages": torch.full((5,), 3, dtype=torch.int32, device=device),
+        "pool": torch.full((size,), 0x5A, dtype=torch.uint8, device=device),
+        "carrier": poisoned((HEADS, 5, 33), torch.int32, device),
+        "compact": True,
+        "force_begin_blocks": 1,
+        "force_end_blocks": 2,
+        "enable_pdl": False,
+    }
+    return Call(msa_icp.msa_icp_prefill_score_select, arguments)
+
+
 def sizes_call(name: str, **arguments: Any) -> Callable[[str, str], Call]:
     return lambda device, backend: Call(getattr(msa_icp, name), dict(arguments))
 
@@ -153,6 +241,19 @@ CALLS: dict[str, Callable[[str, str], Call]] = {
     ),
     "columns": sizes_call("msa_icp_decode_score_columns", max_model_len=1000, page_size=128),
     "pool bytes": sizes_call("msa_icp_decode_pool_bytes", max_decode_tokens=3, num_heads=4),
+    "host-plan": host_plan_call,
+    "device-plan": device_plan_call,
+    "prefill-score": prefill_score_call,
+    "prefill-select": prefill_select_call,
+    "prefill-fused": prefill_fused_call,
+    "score-columns": sizes_call("msa_icp_index_score_columns", max_seq_len=1000, page_size=256),
+    "plan-storage": lambda d, b: Call(
+        msa_icp.msa_icp_index_score_plan_storage,
+        {"num_qo_heads": HEADS, "total_q": 200, "batch": 3, "device": d},
+    ),
+    "prefill-pool": lambda d, b: Call(
+        msa_icp.msa_icp_prefill_pool_bytes, {"total_q": 200, "batch": 3, "device": d, "num_heads": HEADS}
+    ),
     "comm layout": sizes_call("msa_icp_comm_layout", world_size=2, heads_per_rank=2, capacity=3),
     "storage": lambda d, b: Call(
         msa_icp.ReceiveStorage.in_process,
@@ -160,3 +261,12 @@ CALLS: dict[str, Callable[[str, str], Call]] = {
     ),
 }
 EXCHANGE = {"publish", "merge", "fused", "storage"}
+PREFILL = {"device-plan", "prefill-score", "prefill-select", "prefill-fused"}
+
+
+def unserved(name: str, backend: str, device: str) -> str | None:
+    """Why a call cannot run on a backend and device; None where it can."""
+    kind = name.split()[0]
+    if kind in EXCHANGE:
+        return verify.no_exchange(backend, device)
+    return verify.no_prefill(backend) if kind in PREFILL else None

@@ -1,8 +1,8 @@
 """What every test file shares: the backends that are here, and the settings of hypothesis.
 
 A test that takes `backend` and `device` runs once for every backend and device of this machine. With
-the mark `exchange` it runs where publish and merge do, with the mark `large` it leaves out
-interpreted kernels.
+the mark `exchange` it runs where publish and merge do, with the mark `prefill` where the backend has
+the prefill ops, with the mark `large` it leaves out interpreted kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SLOW = [
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "exchange: needs a backend that publishes and merges on the device")
+    config.addinivalue_line("markers", "prefill: needs a backend with the prefill ops")
     config.addinivalue_line("markers", "large: too much for interpreted kernels")
     for slow, examples in ((False, 60), (True, 3)):
         hypothesis.settings.register_profile(
@@ -52,6 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" not in metafunc.fixturenames:
         return
     exchange = metafunc.definition.get_closest_marker("exchange") is not None
+    prefill = metafunc.definition.get_closest_marker("prefill") is not None
     large = metafunc.definition.get_closest_marker("large") is not None
     combinations = []
     for device in DEVICES:
@@ -60,6 +62,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 continue
             if exchange:
                 reason = verify.no_exchange(name, device)
+            if reason is None and prefill:
+                reason = verify.no_prefill(name)
             if reason is None and large and verify.is_slow(name, device):
                 reason = "too much for interpreted kernels"
             marks = [pytest.mark.skip(reason=f"{name} on {device}: {reason}")] if reason else []

@@ -10,65 +10,19 @@ reads is read-only memory. The results are compared with those in ordinary memor
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
-import mmap
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+import guarded_prefill
 import torch
+from guards import guarded, run
 from helpers import HEADS, random_scores
 from torch import Tensor
 
 import msa_icp
-from msa_icp import cases, geometry
-
-PAGE = mmap.PAGESIZE
-PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
-libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
-libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
-def guarded(values: Tensor, where: str, *, read_only: bool) -> Tensor:
-    """A copy of `values`, with its strides, flush against a page that nobody may touch."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(values.shape, values.stride(), strict=True))
-    nbytes = (extent if values.numel() else 0) * values.element_size()
-    inner = max(1, -(-nbytes // PAGE)) * PAGE
-    base = libc.mmap(None, inner + 2 * PAGE, PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    assert base != ctypes.c_void_p(-1).value
-    first = base + PAGE
-    assert libc.mprotect(first, inner, PROT_READ | PROT_WRITE) == 0
-    address = first + inner - nbytes if where == "end" else first
-    if nbytes == 0:
-        return values.clone()
-    raw = torch.frombuffer((ctypes.c_byte * nbytes).from_address(address), dtype=torch.uint8)
-    raw.fill_(cases.NAN_BYTE)
-    copy = raw.view(values.dtype).as_strided(values.shape, values.stride())
-    copy.copy_(values)
-    if read_only:
-        assert libc.mprotect(first, inner, PROT_READ) == 0
-    return copy
-
-
-def same(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
-
-
-def run(name: str, where: str, function, reads: dict, writes: dict, **scalars) -> None:
-    """Call `function` in ordinary and in guarded memory and compare what it wrote."""
-    print(name, flush=True)
-    ordinary = {k: t.clone() for k, t in writes.items()}
-    for k, t in ordinary.items():
-        ordinary[k] = cases.strided(t, writes[k].stride())
-    function(**reads, **ordinary, **scalars)
-    inputs = {k: guarded(t, where, read_only=True) for k, t in reads.items()}
-    outputs = {k: guarded(t, where, read_only=False) for k, t in writes.items()}
-    function(**inputs, **outputs, **scalars)
-    for k, t in outputs.items():
-        assert same(t, ordinary[k]), f"{name}: {k}"
+from msa_icp import cases, geometry, verify
 
 
 def layouts() -> Iterator[tuple[int, int, int]]:
@@ -138,6 +92,11 @@ def calls(backend: str, where: str) -> Iterator[Callable[[], None]]:
         for case in decode_batches(world_size, page_size):
             yield partial(score, where, backend, case, shape)
         yield partial(write_keys, where, backend, shape)
+        if not verify.no_prefill(backend):
+            yield from guarded_prefill.calls(backend, where, world_size, page_size, rank)
+    if not verify.no_prefill(backend):
+        for tokens, columns in ((1, 1), (3, 17), (2, 40)):
+            yield partial(guarded_prefill.prefill_select, where, backend, tokens, columns)
     for world_size in (2, 4):
         for tagged in (False, True):
             for tokens, columns in ((1, 1), (3, 17), (2, 40)):

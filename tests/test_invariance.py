@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import HEADS, score
 
-from msa_icp import cases, verify
+from msa_icp import cases, reference, verify
 from msa_icp.cases import LAYOUTS, bits
 
 LENGTHS = (20 * 128 + 77, 300, 128, 0, 1)
@@ -68,7 +68,7 @@ def test_scores_of_all_layouts_are_the_same_bits(backend, device, values):
         for b, length in enumerate(LENGTHS):
             if length == 0:
                 continue
-            truth = verify.reference.block_scores(
+            truth = reference.block_scores(
                 case.index_q[2 * b : 2 * b + 2], case.sequence_keys(b), [length - 2, length - 1]
             )
             assert torch.equal(bits(first[2 * b : 2 * b + 2, :, : truth.shape[2]]), bits(truth))

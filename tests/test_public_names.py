@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -34,6 +35,29 @@ SIGNATURES = {
     ),
     "msa_icp_decode_pool_bytes": "*, max_decode_tokens, num_heads=4",
     "msa_icp_comm_layout": "world_size, heads_per_rank, capacity",
+    "msa_icp_index_score_sharded_plan": (
+        "qo_segment_lens, kv_segment_lens, num_qo_heads, *, qo_offset, device=None, backend='cake'"
+    ),
+    "msa_icp_index_score_sharded_plan_device": (
+        "qo_segment_lens, kv_segment_lens, qo_segment_offsets, kv_segment_offsets, qo_offset, num_qo_heads, "
+        "*, total_q, max_query_len, max_seq_len, packed_work_range, packed_work_info, workspace, "
+        "backend='cake'"
+    ),
+    "msa_icp_index_score_plan_storage": "*, num_qo_heads, total_q, batch, device",
+    "msa_icp_index_score_columns": "max_seq_len, page_size",
+    "msa_icp_index_score_sharded": (
+        "q, k, block_table, plan, *, rank, max_score, sm_scale=1.0, initialize=True, tp=2, compact=False, "
+        "enable_pdl=False, backend='cake'"
+    ),
+    "msa_icp_topk_select_prefill": (
+        "scores, num_valid_pages, carrier, *, force_begin_blocks=0, force_end_blocks=0, index_scale=1, "
+        "index_offset=0, backend='cake'"
+    ),
+    "msa_icp_prefill_score_select": (
+        "q, k, block_table, plan, num_valid_pages, pool, carrier, *, rank, tp=2, compact=False, "
+        "force_begin_blocks=0, force_end_blocks=0, enable_pdl=False, backend='cake'"
+    ),
+    "msa_icp_prefill_pool_bytes": "*, total_q, batch, device, num_heads=4",
     "write_index_keys": (
         "keys, positions, request_index, block_table, index_k, *, rank, world_size, page_size, backend='cake'"
     ),
@@ -67,6 +91,18 @@ def test_docstrings_name_every_argument_and_the_errors(name):
         assert parameter in text, parameter
     assert "Raises:" in text
     assert "ValueError" in text
+
+
+def test_the_plan_is_a_frozen_dataclass_of_the_fields_of_the_contract():
+    names = [field.name for field in dataclasses.fields(msa_icp.MSAIcpScorePlan)]
+    assert names == [
+        *("qo_segment_lens", "kv_segment_lens", "qo_segment_offsets", "kv_segment_offsets", "qo_offset"),
+        *("packed_work_range", "packed_work_info", "workspace"),
+        *("total_q", "num_qo_heads", "batch", "max_query_len", "columns"),
+    ]
+    plan = msa_icp.MSAIcpScorePlan(*[None] * 8, *[1] * 5)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.total_q = 2
 
 
 def test_the_package_is_typed():

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from calls import CALLS, EXCHANGE
+from calls import CALLS, unserved
 from helpers import assert_same, snapshot
 
 import msa_icp
@@ -44,6 +44,9 @@ def deterministic():
 def results(call, returned):
     """Everything that a call may have written, as bytes; addresses are not results."""
     tensors = call.tensors() | ({"returned": returned} if isinstance(returned, torch.Tensor) else {})
+    if isinstance(returned, msa_icp.MSAIcpScorePlan):
+        tensors |= {name: t for name, t in vars(returned).items() if isinstance(t, torch.Tensor)}
+        del tensors["workspace"]
     tensors.pop("recv_bases", None)
     if "errors" in tensors:  # its token is that of whichever row failed first
         tensors["errors"] = tensors["errors"][:3]
@@ -53,7 +56,7 @@ def results(call, returned):
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("name", CALLS)
 def test_defaults_change_no_bit(backend, device, name, default):
-    if name.split()[0] in EXCHANGE and (reason := verify.no_exchange(backend, device)):
+    if reason := unserved(name, backend, device):
         pytest.skip(reason)
     usual, unusual = CALLS[name](device, backend), CALLS[name](device, backend)
     expected = usual.function(**usual.arguments)
@@ -99,7 +102,9 @@ def test_inference_mode_and_then_without(backend, device):
     def body():
         try:
             for mode in (True, False, True):
-                for name in ("score", "write"):
+                for name in ("score", "write", "host-plan", "prefill-score", "prefill-fused"):
+                    if unserved(name, backend, device):
+                        continue
                     with torch.inference_mode(mode):
                         call = CALLS[name](device, backend)
                         call.function(**call.arguments)

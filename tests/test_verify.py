@@ -8,20 +8,24 @@ import itertools
 import pytest
 import torch
 
-from msa_icp import cases, dispatch, torch_backend, verify
+from msa_icp import cases, dispatch, prefill_cases, torch_backend, verify
 
 pytest.importorskip("rich")
 
 
 @pytest.fixture
 def few_cases(monkeypatch):
-    """Two small cases on one layout."""
+    """Two small batches and a window on one layout each."""
 
     def batches():
         yield cases.decode_case("small", 2, 128, seq_lens=(2500, 70, 0), decode_query_len=2)
         yield cases.nan_keys(cases.decode_case("nan", 2, 128, seq_lens=(2900,)))
 
-    monkeypatch.setattr(verify, "batches", batches)
+    def windows():
+        yield prefill_cases.prefill_case("window", 2, 256, qo_lens=(5, 66), kv_lens=(2500, 300))
+
+    monkeypatch.setattr(verify.command, "batches", batches)
+    monkeypatch.setattr(verify.command, "windows", windows)
 
 
 def test_all_equal(few_cases, capsys):
@@ -78,6 +82,29 @@ def written_too_much(monkeypatch):
     monkeypatch.setattr(torch_backend, "decode_index_score_sharded", wrong)
 
 
+def wrong_prefill(op, change):
+    """A prefill op whose last output is changed afterwards."""
+
+    def fault(monkeypatch):
+        right = getattr(torch_backend, op)
+
+        def wrong(*arguments, **keywords):
+            right(*arguments, **keywords)
+            change(keywords["max_score"] if op == "index_score_sharded" else arguments[-1])
+
+        monkeypatch.setattr(torch_backend, op, wrong)
+
+    return fault
+
+
+def another_score(scores):
+    scores[0, 2, 1] += 0.0625
+
+
+def another_word(carrier):
+    carrier[3, 2, 17] += 1
+
+
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -85,6 +112,10 @@ def written_too_much(monkeypatch):
         (wrong_publish, "received rows, legacy"),
         (wrong_merge, "merged, tagged, fused"),
         (written_too_much, "scores, W=2 P=128 rank 1"),
+        (wrong_prefill("index_score_sharded", another_score), "scores, W=2 P=256 rank 0, compact"),
+        (wrong_prefill("topk_select_prefill", another_word), "carrier, W=2 P=256 rank 1"),
+        (wrong_prefill("prefill_score_select", another_word), "carrier, fused, W=2 P=256 rank 0"),
+        (wrong_merge, "merged, W=2 P=256"),
     ],
 )
 def test_a_wrong_backend_gives_exit_code_1(few_cases, capsys, monkeypatch, fault, text):
@@ -136,10 +167,21 @@ def test_the_bound_of_inexact_scores():
 
 
 def test_every_layout_meets_every_case():
-    names = [(c.world_size, c.page_size, c.name) for c in verify.batches()]
+    names = [(c.world_size, c.page_size, c.name) for c in verify.command.batches()]
     assert len(names) == len(set(names))
     assert {n[:2] for n in names} == set(cases.LAYOUTS)
     numbers = {name.split()[0] for _, _, name in names}
     assert {"01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "18", "20"} <= numbers
     for left, right in itertools.pairwise(cases.LAYOUTS):
         assert len([n for n in names if n[:2] == left]) == len([n for n in names if n[:2] == right])
+
+
+def test_every_layout_meets_every_window():
+    names = [(c.world_size, c.page_size, c.name) for c in verify.command.windows()]
+    assert len(names) == len(set(names))
+    for layout in cases.LAYOUTS:
+        own = [name for *where, name in names if tuple(where) == layout]
+        assert own == [name for *_, name in names[: len(own)]]
+        assert {"01", "02", "03", "05", "06", "07", "08", "09", "11", "12", "13", "19"} <= {
+            name.split()[0] for name in own
+        }

@@ -13,7 +13,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -134,21 +134,19 @@ def sparse_bytes(count: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-# ---------------------------------------------------------------- decode batches
+# ---------------------------------------------------------------- batches
 
 
-@dataclass(frozen=True)
-class DecodeCase:
-    """One decode batch, with the keys of all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class PagedCase:
+    """Queries over paged sequences, with the keys of all ranks."""
 
     name: str
     world_size: int
     page_size: int
-    decode_query_len: int
     index_q: Tensor  # fp8 [T, 4, 128]
     cache: Tensor  # fp8 [pages, P, 128]: row p of a page is the key at position P * column + p
     block_table: Tensor  # int32 [B, columns]
-    seq_lens: Tensor  # int32 [B]
     init_blocks: int = 0
     local_blocks: int = 1
     exact: bool = True
@@ -161,17 +159,6 @@ class DecodeCase:
     """Lengths and table are slices of larger tensors: 4-byte aligned bases, a free row stride."""
     large: bool = False
     """Too much for a slow backend (an interpreter) or for a quick check."""
-
-    @property
-    def tokens(self) -> int:
-        return self.seq_lens.numel() * self.decode_query_len
-
-    @property
-    def score_columns(self) -> int:
-        """Columns of a score buffer: what the batch and the table need, and four that stay unwritten."""
-        longest: int = max([0, *self.seq_lens.tolist()])
-        pages = min(math.ceil(longest / self.page_size), 8192)
-        return min(8192, 4 * math.ceil(max(pages, self.block_table.shape[1]) / 4) + 4)
 
     @property
     def index_scale(self) -> int:
@@ -193,14 +180,46 @@ class DecodeCase:
             return dense.to(device)
         return strided(dense, (self.pitch, DIM, 1), device=device)
 
+    def table(self, device: torch.device | str = "cpu") -> Tensor:
+        """The block table on `device`, a slice of a wider one where the case says so."""
+        if not self.sliced:
+            return self.block_table.to(device)
+        wider = torch.cat((self.block_table[:, :1], self.block_table), dim=1)
+        return strided(wider, (wider.shape[1] + 4, 1), device=device)[:, 1:]
+
+    def keys_of(self, row: int, count: int) -> Tensor:
+        """The first `count` keys of a row of the block table in order of position; for `whole` cases."""
+        pages = self.block_table[row, : math.ceil(count / self.page_size)].long()
+        return self.cache.view(torch.uint8)[pages].reshape(-1, DIM)[:count].view(FP8)
+
+
+Case = TypeVar("Case", bound=PagedCase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCase(PagedCase):
+    """One decode batch."""
+
+    decode_query_len: int
+    seq_lens: Tensor  # int32 [B]
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_lens.numel() * self.decode_query_len
+
+    @property
+    def score_columns(self) -> int:
+        """Columns of a score buffer: what the batch and the table need, and four that stay unwritten."""
+        longest: int = max([0, *self.seq_lens.tolist()])
+        pages = min(math.ceil(longest / self.page_size), 8192)
+        return min(8192, 4 * math.ceil(max(pages, self.block_table.shape[1]) / 4) + 4)
+
     def metadata(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """Block table, lengths and valid block counts on `device`, sliced where the case says so."""
-        tensors = (self.block_table, self.seq_lens, self.num_valid_pages())
-        if not self.sliced:
-            return tuple(t.to(device) for t in tensors)  # type: ignore[return-value]
-        wider = torch.cat((self.block_table[:, :1], self.block_table), dim=1)
-        table = strided(wider, (wider.shape[1] + 4, 1), device=device)[:, 1:]
-        return table, *(off_by_one(t, device) for t in tensors[1:])  # type: ignore[return-value]
+        lens, num_valid = self.seq_lens, self.num_valid_pages()
+        if self.sliced:
+            return self.table(device), off_by_one(lens, device), off_by_one(num_valid, device)
+        return self.table(device), lens.to(device), num_valid.to(device)
 
     def num_valid_pages(self) -> Tensor:
         """int32 `[T]`: ceil((position + 1) / 128), 0 for padding (contract, section 5)."""
@@ -213,9 +232,7 @@ class DecodeCase:
 
     def sequence_keys(self, request: int) -> Tensor:
         """All keys of a request in order of position; for `whole` cases."""
-        seq_len = max(0, int(self.seq_lens[request]))
-        pages = self.block_table[request, : math.ceil(seq_len / self.page_size)].long()
-        return self.cache.view(torch.uint8)[pages].reshape(-1, DIM)[:seq_len].view(FP8)
+        return self.keys_of(request, max(0, int(self.seq_lens[request])))
 
     def with_layout(self, world_size: int) -> DecodeCase:
         """The same batch over another number of ranks."""
@@ -223,6 +240,40 @@ class DecodeCase:
 
 
 Values = Callable[[Sequence[int], int], Tensor]
+"""What makes keys or queries of a shape from a seed."""
+
+
+def paged(
+    seq_lens: Sequence[int],
+    page_size: int,
+    keys: Values,
+    seed: int,
+    *,
+    least_columns: int = 1,
+    spare_columns: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Cache and block table of sequences with pages of their own, hostile wherever nobody may look.
+
+    Pages are handed out shuffled. Keys at or after the end of a sequence are NaN, three pages that
+    nobody owns hold 448 everywhere, and table entries behind the live ones point there or nowhere.
+    """
+    pages_of = [math.ceil(max(0, n) / page_size) for n in seq_lens]
+    used, spare = sum(pages_of), 3
+    order = torch.randperm(used + spare, generator=generator(seed)).tolist()
+    cache = keys((used + spare, page_size, DIM), seed + 1).view(torch.uint8).clone()
+    cache[order[used:]] = LARGEST_BYTE
+    columns = max([least_columns, *pages_of]) + spare_columns
+    table = torch.empty((len(seq_lens), columns), dtype=torch.int32)
+    stale = [*GARBAGE_PAGES, *order[used:]]
+    first = 0
+    for b, (seq_len, count) in enumerate(zip(seq_lens, pages_of, strict=True)):
+        mine = order[first : first + count]
+        first += count
+        rest = [stale[(b + i) % len(stale)] for i in range(columns - count)]
+        table[b] = torch.tensor(mine + rest, dtype=torch.int32)
+        if count:
+            cache[mine[-1], seq_len - page_size * (count - 1) :] = NAN_BYTE
+    return cache.view(FP8), table
 
 
 def decode_case(
@@ -242,34 +293,15 @@ def decode_case(
     large: bool = False,
     seed: int = 0,
 ) -> DecodeCase:
-    """A batch of requests with pages of their own, hostile wherever nobody may look.
-
-    Pages are handed out shuffled. Keys at or after the end of a sequence are NaN, three pages that
-    nobody owns hold 448 everywhere, and table entries behind the live ones point there or nowhere.
-    """
-    pages_of = [math.ceil(max(0, n) / page_size) for n in seq_lens]
-    used, spare = sum(pages_of), 3
-    order = torch.randperm(used + spare, generator=generator(seed)).tolist()
-    cache = keys((used + spare, page_size, DIM), seed + 1).view(torch.uint8).clone()
-    cache[order[used:]] = LARGEST_BYTE
-    columns = max([1, *pages_of]) + spare_columns
-    table = torch.empty((len(seq_lens), columns), dtype=torch.int32)
-    stale = [*GARBAGE_PAGES, *order[used:]]
-    first = 0
-    for b, (seq_len, count) in enumerate(zip(seq_lens, pages_of, strict=True)):
-        mine = order[first : first + count]
-        first += count
-        rest = [stale[(b + i) % len(stale)] for i in range(columns - count)]
-        table[b] = torch.tensor(mine + rest, dtype=torch.int32)
-        if count:
-            cache[mine[-1], seq_len - page_size * (count - 1) :] = NAN_BYTE
+    """A batch of requests, hostile wherever nobody may look (see `paged`)."""
+    cache, table = paged(seq_lens, page_size, keys, seed, spare_columns=spare_columns)
     return DecodeCase(
         name=name,
         world_size=world_size,
         page_size=page_size,
         decode_query_len=decode_query_len,
         index_q=queries((len(seq_lens) * decode_query_len, HEADS, DIM), seed + 2),
-        cache=cache.view(FP8),
+        cache=cache,
         block_table=table,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         init_blocks=init_blocks,
@@ -314,8 +346,8 @@ def nasty_cases(world_size: int, page_size: int) -> Iterator[DecodeCase]:
     yield nan_keys(case("06 NaN keys", (2900, 500), decode_query_len=2))
     yield nan_queries(case("06 NaN queries", (2900, 500), decode_query_len=2))
     yield case("07 pitch above the page", (700, 2100), pitch=page_size // world_size * DIM + 48)
-    yield case("08 constant keys", (2600, 5000), keys=_ones)
-    yield case("08 zero queries", (2600, 5000), queries=_zeros)
+    yield case("08 constant keys", (2600, 5000), keys=ones)
+    yield case("08 zero queries", (2600, 5000), queries=zeros)
     yield case("08 zeros of both signs", (2600, 300), keys=signed_zeros, queries=signed_zeros)
     yield tie_at_16(case("08 tie at the 16th place", (24 * 128,), local_blocks=0))
     yield half_way(case("08 near ties", (2600, 4100)))
@@ -336,28 +368,31 @@ def nasty_cases(world_size: int, page_size: int) -> Iterator[DecodeCase]:
 # ---------------------------------------------------------------- what makes a case nasty
 
 
-def _ones(shape: Sequence[int], _: int) -> Tensor:
+def ones(shape: Sequence[int], _: int) -> Tensor:
+    """1.0 everywhere."""
     return fp8(torch.ones(tuple(shape)))
 
 
-def _zeros(shape: Sequence[int], _: int) -> Tensor:
+def zeros(shape: Sequence[int], _: int) -> Tensor:
+    """+0.0 everywhere."""
     return fp8(torch.zeros(tuple(shape)))
 
 
-def _page_of(case: DecodeCase, request: int, block: int) -> tuple[int, slice]:
+def page_of(case: PagedCase, request: int, block: int) -> tuple[int, slice]:
     """Page and rows of the cache that hold a block of a request."""
     page = int(case.block_table[request, block * 128 // case.page_size])
     start = block * 128 % case.page_size
     return page, slice(start, start + 128)
 
 
-def _with_keys(case: DecodeCase, change: Callable[[Tensor], None]) -> DecodeCase:
+def with_keys(case: Case, change: Callable[[Tensor], None]) -> Case:
+    """The case with the bytes of its cache `[pages, P, 128]` changed in place."""
     raw = case.cache.view(torch.uint8).clone()
     change(raw)
     return replace(case, cache=raw.view(FP8))
 
 
-def unreadable_pages(case: DecodeCase) -> DecodeCase:
+def unreadable_pages(case: Case) -> Case:
     """Every second live entry of the block table names no page."""
     table = case.block_table.clone()
     wrong = torch.tensor([*GARBAGE_PAGES, case.cache.shape[0]], dtype=torch.int32)
@@ -372,21 +407,21 @@ def narrow_table(case: DecodeCase) -> DecodeCase:
     return replace(case, block_table=case.block_table[:, : longest // 2], whole=False)
 
 
-def nan_keys(case: DecodeCase) -> DecodeCase:
+def nan_keys(case: Case) -> Case:
     """One NaN row in block 3, one NaN element in every row of block 5, block 7 all NaN."""
 
     def change(raw: Tensor) -> None:
-        page, rows = _page_of(case, 0, 3)
+        page, rows = page_of(case, 0, 3)
         raw[page, rows.start + 17] = 0xFF
-        page, rows = _page_of(case, 0, 5)
+        page, rows = page_of(case, 0, 5)
         raw[page, rows, 77] = NAN_BYTE
-        page, rows = _page_of(case, 0, 7)
+        page, rows = page_of(case, 0, 7)
         raw[page, rows] = NAN_BYTE
 
-    return _with_keys(case, change)
+    return with_keys(case, change)
 
 
-def nan_queries(case: DecodeCase) -> DecodeCase:
+def nan_queries(case: Case) -> Case:
     """One NaN element in two query rows: those rows alone see nothing but -inf."""
     raw = case.index_q.view(torch.uint8).clone()
     raw[0, 1, 127] = NAN_BYTE
@@ -394,19 +429,19 @@ def nan_queries(case: DecodeCase) -> DecodeCase:
     return replace(case, index_q=raw.view(FP8))
 
 
-def tie_at_16(case: DecodeCase) -> DecodeCase:
+def tie_at_16(case: Case) -> Case:
     """Ten blocks score 2 and all others 1: six of the equal ones go in, those of the lowest ids."""
 
     def change(raw: Tensor) -> None:
         raw.copy_(fp8(torch.full((DIM,), 1 / 128)).view(torch.uint8))
         for block in (1, 2, 5, 8, 9, 13, 17, 20, 22, 23):
-            page, rows = _page_of(case, 0, block)
+            page, rows = page_of(case, 0, block)
             raw[page, rows] = fp8(torch.full((DIM,), 2 / 128)).view(torch.uint8)
 
-    return replace(_with_keys(case, change), index_q=_ones(case.index_q.shape, 0))
+    return replace(with_keys(case, change), index_q=ones(case.index_q.shape, 0))
 
 
-def half_way(case: DecodeCase) -> DecodeCase:
+def half_way(case: Case) -> Case:
     """Scores on and beside the midpoints of FP32 numbers; not exact, and full of near ties."""
     live = case.cache.view(torch.uint8)
     clean = ((live & NAN_BYTE) != NAN_BYTE).all(-1) & (live != LARGEST_BYTE).all(-1)
@@ -417,7 +452,7 @@ def half_way(case: DecodeCase) -> DecodeCase:
 
     query, _ = half_way_keys(1, seed=3)
     queries = query.view(torch.uint8).expand(case.index_q.shape).contiguous().view(FP8)
-    return replace(_with_keys(case, change), index_q=queries, exact=False)
+    return replace(with_keys(case, change), index_q=queries, exact=False)
 
 
 def heads_disagree(case: DecodeCase) -> DecodeCase:
@@ -426,13 +461,13 @@ def heads_disagree(case: DecodeCase) -> DecodeCase:
     def change(raw: Tensor) -> None:
         raw.zero_()
         for block in range(int(case.seq_lens[0]) // 128):
-            page, rows = _page_of(case, 0, block)
+            page, rows = page_of(case, 0, block)
             raw[page, rows, block % 4] = fp8(torch.tensor(1 + block // 4 % 8 / 8)).view(torch.uint8)
 
     queries = torch.zeros(case.index_q.shape)
     for head in range(HEADS):
         queries[:, head, head] = 1.0
-    return replace(_with_keys(case, change), index_q=fp8(queries))
+    return replace(with_keys(case, change), index_q=fp8(queries))
 
 
 def endless(case: DecodeCase) -> DecodeCase:

@@ -16,7 +16,8 @@ AUTOMATIC = ("cake", "auto")
 """Names that leave the choice to the device; "cake" is the upstream's only one."""
 
 
-def _package(name: str) -> ModuleType:
+def package(name: str) -> ModuleType:
+    """The package of a backend's name, whatever it serves."""
     return importlib.import_module(f"msa_icp.{name}_backend")
 
 
@@ -28,7 +29,7 @@ def _by_preference(device: torch.device) -> tuple[str, ...]:
 def backends(device: torch.device | str) -> dict[str, str | None]:
     """Every backend by name: None where it serves `device`, else the reason why it does not."""
     where = checks.device("device", device)
-    return {name: _package(name).unavailable(where) for name in _by_preference(where)}
+    return {name: package(name).unavailable(where) for name in _by_preference(where)}
 
 
 def is_supported(device: torch.device | str) -> bool:
@@ -44,19 +45,19 @@ def resolve(backend: str, device: torch.device) -> ModuleType:
     """
     if backend in AUTOMATIC:
         for name in _by_preference(device):
-            package = _package(name)
-            if package.unavailable(device) is None:
-                return package
+            candidate = package(name)
+            if candidate.unavailable(device) is None:
+                return candidate
         reasons = "; ".join(f"{name}: {reason}" for name, reason in backends(device).items())
         raise ValueError(f"backend: no backend serves {device} ({reasons})")
     if backend not in NAMES:
         known = ", ".join(repr(name) for name in AUTOMATIC + NAMES)
         raise ValueError(f"backend: must be one of {known}, was {backend!r}")
-    package = _package(backend)
-    reason = package.unavailable(device)
+    chosen = package(backend)
+    reason = chosen.unavailable(device)
     if reason is not None:
         raise ValueError(f"backend: {backend!r} does not serve {device}: {reason}")
-    return package
+    return chosen
 
 
 def warmup(device: torch.device | str, backend: str = "cake") -> None:

@@ -22,13 +22,14 @@ worker is a multiprocessor, or a thread of a CPU. What one worker does of one it
     bits 32 ... 47   item where it ends
     bits 48 ... 63   unit of that item where it ends
 
-The end of the last share is (items, 0). A share without work ends where it begins. Pieces are few:
-the pair (item i, worker s) can only follow (i, s - 1) or (i - 1, s), so `i + s` is a number of its own
-for every piece, below items + workers - 1.
+The end of the last share is (items, 0). A share without work ends where it begins. From one piece to the
+next neither the item `i` nor the worker `s` goes back and at least one goes on, so `i + s` is a number of its
+own for every piece, below items + workers - 1.
 
-Metadata is never trusted: negative lengths count as 0, items past the capacity and blocks past the
-window's columns are dropped. A segment's token `i` is row `qo_segment_offsets[s] + i`; whoever follows
-a plan leaves out the rows outside `[0, total_q)`.
+Metadata is never trusted: negative lengths count as 0, items past the capacity are dropped, and a
+segment has no keys from `128 * columns` on: `kv_segment_lens[s]` counts as the smaller of the two. Token `i`
+of a segment is row `qo_segment_offsets[s] + i`; whoever follows a plan leaves out the rows outside
+`[0, total_q)`.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ class MSAIcpScorePlan:
     batch: int
     max_query_len: int
     columns: int
+
+
+def default_device() -> torch.device:
+    """Where a host's plan goes if nobody says: the current CUDA device, the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def workers(device: torch.device) -> int:

@@ -146,15 +146,15 @@ def prefill_scores(
         first, keys = int(qo_segment_offsets[s]), int(kv_segment_lens[s])
         tokens_of = [i for i in range(query_len) if 0 <= first + i < tokens]
         rows = [first + i for i in tokens_of]
-        # A token sees the keys up to its own position and of the sequence; the blocks that hold them
-        # are its causal prefix.
-        seen = torch.tensor([min(int(qo_offset[s]) + i + 1, keys) for i in tokens_of])
-        prefix = [min(max(0, math.ceil(n / 128)), blocks) for n in seen.tolist()]
+        # A token sees the keys up to its own position and of the sequence, none behind the plan's
+        # columns; the blocks that hold them are its causal prefix.
+        seen = torch.tensor([min(int(qo_offset[s]) + i + 1, keys, 128 * blocks) for i in tokens_of])
+        prefix = [math.ceil(max(0, n) / 128) for n in seen.tolist()]
         for t, count in zip(rows, prefix, strict=True):
             written[t, :, : math.ceil(count * 128 / page_size) if compact else count] = True
         for c in range(math.ceil(max([0, *prefix]) * 128 / page_size)):
             page, block = int(block_table[s, c]), column_block(c, **shard)
-            if not 0 <= page < k.shape[0] or block >= blocks:
+            if not 0 <= page < k.shape[0] or block >= blocks:  # a block behind the columns has none
                 continue
             where = torch.tensor([key_position(c, i, **shard) for i in range(k.shape[1])])
             visible = where < seen[:, None, None]

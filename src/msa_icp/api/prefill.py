@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, dispatch, geometry
-from ..prefill_plan import MSAIcpScorePlan, plan_words
+from ..prefill_plan import MSAIcpScorePlan, default_device, plan_words
 
 
 def msa_icp_index_score_columns(max_seq_len: int, page_size: int) -> int:
@@ -114,7 +114,7 @@ def msa_icp_index_score_sharded_plan(
     total_q, max_query_len, max_seq_len = checks.segments(
         qo_segment_lens, kv_segment_lens, num_qo_heads, qo_offset
     )
-    where = checks.plan_device("device", device)
+    where = checks.plan_device("device", default_device() if device is None else device)
     dispatch.resolve(backend, where)
     sizes = checks.plan_storage(num_qo_heads, total_q, qo_segment_lens.shape[0], where)
     work_range, work_info = plan_words(
@@ -222,9 +222,9 @@ def msa_icp_index_score_sharded_plan_device(
         qo_segment_offsets,
         kv_segment_offsets,
         qo_offset,
-        total_q=total_q,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
+        total_q=int(total_q),
+        max_query_len=int(max_query_len),
+        max_seq_len=int(max_seq_len),
         packed_work_range=packed_work_range,
         packed_work_info=packed_work_info,
         workspace=workspace,
@@ -264,7 +264,8 @@ def msa_icp_index_score_sharded(
     """Score this rank's shard for the query tokens of a window (sections 3 and 7).
 
     A token at position `p` of a segment with `n` keys sees the keys at positions up to `p` and below `n`.
-    Its *causal prefix* is the blocks that hold them: `ceil(min(p + 1, n) / 128)`, at most `plan.columns`.
+    Its *causal prefix* is the blocks that hold them, `ceil(min(p + 1, n) / 128)`. A plan knows no keys from
+    `128 * plan.columns` on.
     Scores are those of the decode scorer: the largest dot product, unscaled, in FP32; NaN dot products are
     ignored; a block of which the token sees no row of this rank scores -inf; -0.0 is written as +0.0.
 

@@ -44,6 +44,7 @@ from .arguments import (
     unit_last_stride,
     valid_pages_of,
 )
+from .arguments import device as any_device
 
 _INT32_MAX = 2**31 - 1
 
@@ -74,13 +75,8 @@ def _window_limits(
 
 
 def plan_device(name: str, value: Any) -> torch.device:
-    """The device of a plan, with its index; None: the current CUDA device, the CPU where there is none."""
-    if value is None:
-        value = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        where = torch.device(value)
-    except (RuntimeError, TypeError):
-        refuse(name, "a torch.device or the name of one", repr(value))
+    """The device of a plan, with its index where it is a CUDA device."""
+    where = any_device(name, value)
     if where.type not in ("cpu", "cuda"):
         refuse(name, "a CPU or a CUDA device", where)
     if where.type == "cuda":

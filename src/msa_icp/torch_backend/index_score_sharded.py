@@ -30,7 +30,7 @@ class Part:
     row: int  # of the first token in the query
     tokens: int
     position: int  # of the first token in its sequence
-    keys: int  # of the segment
+    keys: int  # of the segment, as far as the plan has columns
 
     def last_key(self, device: torch.device) -> Tensor:
         """Position of the last key that each token sees, int64 `[tokens]`, below 0 where it sees none."""
@@ -61,8 +61,7 @@ class Columns:
 
     def prefix(self, last_key: Tensor) -> Tensor:
         """How many columns hold the keys up to `last_key`."""
-        blocks: Tensor = ceil_div(last_key + 1, BLOCK).clamp(min=0, max=self.blocks)
-        columns: Tensor = ceil_div(blocks, self.blocks_per_column)
+        columns: Tensor = ceil_div((last_key + 1).clamp(min=0), BLOCK * self.blocks_per_column)
         return columns
 
 
@@ -95,7 +94,8 @@ def parts_of(plan: MSAIcpScorePlan, first: int, last: int, most: int) -> Iterato
     ):
         end = min(begin + count, last)
         for row in range(max(begin, first), end, most):
-            yield Part(segment, row, min(most, end - row), position + row - begin, keys)
+            tokens, first_position = min(most, end - row), position + row - begin
+            yield Part(segment, row, tokens, first_position, min(keys, BLOCK * plan.columns))
 
 
 def score_part(q: Tensor, k: Tensor, table_row: Tensor, part: Part, columns: Columns, out: Tensor) -> None:

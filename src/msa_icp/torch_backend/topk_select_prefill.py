@@ -7,8 +7,8 @@ from torch import Tensor
 from .. import rows
 from .ranking import select_top16
 
-CHUNK_SCORES = 1 << 20
-"""Scores ranked at a time: their ranking keys, and what they are computed from, are 8 MiB each."""
+CHUNK_SCORES = 1 << 18
+"""Scores ranked at a time: their ranking keys, and what they are computed from, are 2 MiB each."""
 
 
 def topk_select_prefill(
