@@ -82,6 +82,7 @@ def score_window_kernel(
     QUERY_ROWS: tl.constexpr,
     STEP_PAGES: tl.constexpr,
     STAGES: tl.constexpr,
+    REGROUP: tl.constexpr,
     E4M3: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -91,7 +92,19 @@ def score_window_kernel(
     sizes = pages, page_pitch, table_columns, table_stride, batch, total_q, columns, capacity, first_key
     sink = max_score, token_stride, head_stride, PAGE // KEYS_OF_BLOCK, column_scale, column_offset
     score_share(
-        tensors, sizes, sink, _start, _store, PAGE, ROWS, KEY_STEP, QUERY_ROWS, STEP_PAGES, STAGES, E4M3
+        tensors,
+        sizes,
+        sink,
+        _start,
+        _store,
+        PAGE,
+        ROWS,
+        KEY_STEP,
+        QUERY_ROWS,
+        STEP_PAGES,
+        STAGES,
+        REGROUP,
+        E4M3,
     )
 
 

@@ -1,7 +1,7 @@
 """Plan a prefill window on its device (contract, section 7; the words: ../prefill_plan.py).
 
-One program: first every segment writes the words of its items, then every worker's bound finds the item that
-holds it. A window of few segments takes a few microseconds, one of 65536 segments a thousand rounds.
+One program, in three steps: every segment writes the words of its items, the items' units are added up, and
+every worker's bound finds the item that holds it.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -18,16 +18,19 @@ from ..geometry import block_columns, prefill_items
 from .launch import I32, INTS, LONGS, Kernel, Target, kernel
 from .prefill_share import BLOCKS_OF_UNIT, KEYS_OF_BLOCK, TOKENS_OF_ITEM
 
-SEGMENTS = tl.constexpr(64)
-INDICES = tl.constexpr(64)
-"""Segments, and items of each, that one round writes."""
-BOUNDS = tl.constexpr(256)
-ITEMS = tl.constexpr(32)
-"""Bounds of shares, and items, that one round compares."""
+ITEMS = tl.constexpr(2048)
+"""Items whose units are added up in one round."""
+BOUNDS = tl.constexpr(512)
+"""Bounds of shares that are looked for at once."""
+SHAPES = ((64, 64), (512, 8))
+"""Segments, and items of each, that one round writes: for few segments and for many."""
 
 
 @triton.jit
-def _write_items(qo_lens, kv_lens, qo_offset, work_info, batch, capacity, columns):
+def _write_items(
+    qo_lens, kv_lens, qo_offset, work_info, batch, capacity, columns, SEGMENTS: tl.constexpr,
+    INDICES: tl.constexpr,
+):  # fmt: skip
     """Write the words of all items; returns their number."""
     items = tl.full((), 0, tl.int32)
     first = 0
@@ -39,8 +42,9 @@ def _write_items(qo_lens, kv_lens, qo_offset, work_info, batch, capacity, column
         position = tl.load(qo_offset + segment, mask=there, other=0).to(tl.int64)
         count = tl.minimum(length // TOKENS_OF_ITEM + (length % TOKENS_OF_ITEM > 0), capacity)
         begin = items + tl.cumsum(count, axis=0) - count
+        longest = tl.max(count)
         index = 0
-        while index < tl.max(count):
+        while index < longest:
             own = (index + tl.arange(0, INDICES))[None, :]
             item = begin[:, None] + own
             tokens = tl.minimum((own + 1) * TOKENS_OF_ITEM, length[:, None])
@@ -57,8 +61,42 @@ def _write_items(qo_lens, kv_lens, qo_offset, work_info, batch, capacity, column
 
 
 @triton.jit
-def _units_of(work_info, item, items):
-    return (tl.load(work_info + item, mask=item < items, other=0) >> 32).to(tl.int32)
+def _add_up(work_info, items, units_up_to):
+    """Write the units up to and with each item to `units_up_to`; returns their total."""
+    total = tl.full((), 0, tl.int32)
+    first = 0
+    while first < items:
+        item = first + tl.arange(0, ITEMS)
+        units = (tl.load(work_info + item, mask=item < items, other=0) >> 32).to(tl.int32)
+        tl.store(units_up_to + item, (total + tl.cumsum(units, axis=0)).to(tl.int64), mask=item < items)
+        total += tl.sum(units)
+        first += ITEMS
+    return total
+
+
+@triton.jit
+def _write_shares(work_range, workers, units_up_to, items, total):
+    """Share s begins, and share s - 1 ends, at unit s * total // workers."""
+    first = 0
+    while first <= workers:
+        share = first + tl.arange(0, BOUNDS)
+        bound = share.to(tl.int64) * total // workers
+        # How many items end at or before the bound, digit by digit.
+        item = tl.zeros((BOUNDS,), tl.int32)
+        before = tl.zeros((BOUNDS,), tl.int64)
+        step = tl.full((), 1 << 15, tl.int32)
+        while step > 0:
+            further = item + step
+            up_to = tl.load(units_up_to + further - 1, mask=further <= items, other=0)
+            passed = (further <= items) & (up_to <= bound)
+            item = tl.where(passed, further, item)
+            before = tl.where(passed, up_to, before)
+            step = step // 2
+        # A word's low half is where its share begins, its high half where it ends.
+        place = item | ((bound - before).to(tl.int32) << 16)
+        tl.store(work_range + 2 * share, place, mask=share < workers)
+        tl.store(work_range + 2 * share - 1, place, mask=(share > 0) & (share <= workers))
+        first += BOUNDS
 
 
 @kernel(threads=512)
@@ -72,40 +110,16 @@ def plan_kernel(
     capacity: I32,
     columns: I32,
     workers: I32,
+    SEGMENTS: tl.constexpr,
+    INDICES: tl.constexpr,
 ):
-    items = _write_items(qo_lens, kv_lens, qo_offset, work_info, batch, capacity, columns)
+    items = _write_items(qo_lens, kv_lens, qo_offset, work_info, batch, capacity, columns, SEGMENTS, INDICES)
+    # There are two words an item or more (contract, section 7), and those past the items mean nothing.
+    units_up_to = work_info + capacity
     tl.debug_barrier()  # what other threads wrote is read from here on
-
-    total = tl.full((), 0, tl.int32)
-    first = 0
-    while first < items:
-        total += tl.sum(_units_of(work_info, first + tl.arange(0, BOUNDS), items))
-        first += BOUNDS
-
-    # Share s begins, and share s - 1 ends, at unit s * total // workers: behind all items that end there
-    # or before.
-    first_bound = 0
-    while first_bound <= workers:
-        share = first_bound + tl.arange(0, BOUNDS)
-        bound = (share.to(tl.int64) * total // workers).to(tl.int32)
-        passed = tl.zeros((BOUNDS,), tl.int32)
-        before = tl.zeros((BOUNDS,), tl.int32)
-        units_up_to = tl.full((), 0, tl.int32)
-        first = 0
-        while first < items:
-            item = first + tl.arange(0, ITEMS)
-            units = _units_of(work_info, item, items)
-            up_to = units_up_to + tl.cumsum(units, axis=0)
-            behind = (up_to[None, :] <= bound[:, None]) & (item < items)[None, :]
-            passed += tl.sum(behind.to(tl.int32), axis=1)
-            before = tl.maximum(before, tl.max(tl.where(behind, up_to[None, :], 0), axis=1))
-            units_up_to += tl.sum(units)
-            first += ITEMS
-        # A word's low half is where its share begins, its high half where it ends.
-        place = passed | ((bound - before) << 16)
-        tl.store(work_range + 2 * share, place, mask=share < workers)
-        tl.store(work_range + 2 * share - 1, place, mask=(share > 0) & (share <= workers))
-        first_bound += BOUNDS
+    total = _add_up(work_info, items, units_up_to)
+    tl.debug_barrier()
+    _write_shares(work_range, workers, units_up_to, items, total)
 
 
 def index_score_sharded_plan_device(
@@ -137,11 +151,12 @@ def index_score_sharded_plan_device(
             block_columns(max_seq_len),
             packed_work_range.shape[0],
         ),
-        (),
+        SHAPES[batch > SHAPES[0][0]],
         qo_segment_lens.device,
     )
 
 
 def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
-    """The one variant."""
-    yield plan_kernel, ()
+    """Every variant that a device may need."""
+    for shape in SHAPES:
+        yield plan_kernel, shape

@@ -52,6 +52,8 @@ class Target:
     multiprocessors: int
     small_shared_memory: bool = False
     """Whether a multiprocessor has at most about 100 KiB of it."""
+    warp_group: bool = False
+    """Whether a matrix instruction is one of four warps that takes an operand from their registers."""
 
     @staticmethod
     def of_capability(backend: str, capability: int, multiprocessors: int) -> Target:
@@ -64,6 +66,7 @@ class Target:
             8,
             multiprocessors,
             capability in (86, 89) or capability >= 120,
+            capability == 90,
         )
 
 

@@ -1,6 +1,6 @@
 """Merge the pieces of a plan's items into the carrier: the second launch of `prefill_score_select`.
 
-One warp a (token, head). Where an item was cut into many pieces (a short segment over a long prefix:
+One warp a row. Where an item was cut into many pieces (a short segment over a long prefix:
 one for every multiprocessor), only the 16 lists with the best first keys of a row are read.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..geometry import ITEM_TOKENS, NUM_HEADS, TOP_K
-from .launch import I32, I64, INTS, LONGS, Kernel, Target, kernel
+from .launch import I32, I64, INTERPRETED, INTS, LONGS, Kernel, Target, kernel
 from .pdl import release_dependents, wait_for_predecessor
 from .prefill_share import BLOCKS_OF_UNIT, HEADS, ROWS_OF_ITEM, piece_of
 from .ranking import BLOCKS, TOP, ranking_keys, score_bits_of
@@ -84,9 +84,9 @@ def _lists(lists, number, live):
 
 @triton.jit
 def _best_lists(lists, row):
-    """[1, 16]: the lists with the best first keys, or -1; no other list has a key among the 16 best."""
+    """[rows, 16]: the lists with the best first keys, or -1; no other list has a key among the 16 best."""
     count = lists[6]
-    best = tl.full((1, TOP), -1, tl.int64)
+    best = tl.full((row.shape[0], TOP), -1, tl.int64)
     first = 0
     while first < count:
         number = first + tl.arange(0, FIRST_KEYS)
@@ -100,10 +100,10 @@ def _best_lists(lists, row):
 
 @triton.jit
 def _merge_lists(lists, row, best):
-    """The 16 best of `best` [1, 16] and the keys of a row [1] in all lists of its item."""
+    """The 16 best of `best` [rows, 16] and the keys of the rows `row` [rows] in all lists of their item."""
     count = lists[6]
     lane = tl.arange(0, TOP)
-    chosen = tl.broadcast_to(lane[None, :], (1, TOP))
+    chosen = tl.broadcast_to(lane[None, :], (row.shape[0], TOP))
     if count > TOP:
         chosen = _best_lists(lists, row)
     first = 0
@@ -113,7 +113,7 @@ def _merge_lists(lists, row, best):
         address, there = _lists(lists, number, number >= 0)
         address = address[:, :, None] + lane[None, None, :] * ROWS_OF_ITEM + row[:, None, None]
         keys = tl.load(address, mask=there[:, :, None], other=-1)
-        best = best16_with(best, tl.reshape(keys, (1, LISTS * TOP)))
+        best = best16_with(best, tl.reshape(keys, (row.shape[0], LISTS * TOP)))
         first += LISTS
     return best
 
@@ -140,6 +140,7 @@ def merge_pieces_kernel(
     force_end: I32,
     index_scale: I32,
     index_offset: I32,
+    HEADS_AT_ONCE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_predecessor(DEPENDENT)
@@ -156,7 +157,7 @@ def merge_pieces_kernel(
         slices = tl.where(tokens * HEADS <= rows, ROWS_OF_ITEM // rows, 1)
         lists = pool, slots, work_range, workers, item, begin, (end - begin) * slices, slices, rows
         scored = units * BLOCKS_OF_UNIT // index_scale
-        head = tl.program_id(2) + tl.arange(0, 1)
+        head = tl.program_id(2) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
         while token < tokens:
             row = start + token
             if (row >= 0) & (row < total_q):
@@ -166,7 +167,7 @@ def merge_pieces_kernel(
                 block = column * index_scale + index_offset
                 key = ranking_keys(nothing, block, num_valid, force_begin, force_end)
                 key = tl.where(column < 0, -1, key)[None, :]
-                best = sorted_rows(tl.broadcast_to(key, (1, TOP)), head >= 0)
+                best = sorted_rows(tl.broadcast_to(key, (HEADS_AT_ONCE, TOP)), head >= 0)
                 best = _merge_lists(lists, token * HEADS + head, best)
                 # A score of this backend is neither NaN nor -0.0, so its key holds its raw bits.
                 address = carrier + head * carrier_head_stride + row * carrier_row_stride
@@ -174,7 +175,12 @@ def merge_pieces_kernel(
             token += tl.num_programs(1)
 
 
+def heads_at_once() -> int:
+    """Rows of a program: one for its one warp, all of a token where the interpreter counts programs."""
+    return NUM_HEADS if INTERPRETED else 1
+
+
 def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
     for dependent in sorted({False, target.dependent_launch}):
-        yield merge_pieces_kernel, (dependent,)
+        yield merge_pieces_kernel, (heads_at_once(), dependent)

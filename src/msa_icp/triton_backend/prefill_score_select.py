@@ -33,7 +33,7 @@ from ..prefill_plan import MSAIcpScorePlan
 from .index_score_sharded import plan_arguments
 from .launch import BYTES, I32, I64, INTS, LONGS, Kernel, Target, kernel, target_of
 from .pdl import release_dependents, wait_for_predecessor
-from .prefill_merge import SLOT_KEYS, merge_pieces_kernel, unscored_columns
+from .prefill_merge import SLOT_KEYS, heads_at_once, merge_pieces_kernel, unscored_columns
 from .prefill_merge import variants as merge_variants
 from .prefill_share import (
     HEADS,
@@ -166,6 +166,7 @@ def select_pieces_kernel(
     QUERY_ROWS: tl.constexpr,
     STEP_PAGES: tl.constexpr,
     STAGES: tl.constexpr,
+    REGROUP: tl.constexpr,
     E4M3: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -180,7 +181,19 @@ def select_pieces_kernel(
     sizes = pages, page_pitch, table_columns, table_stride, batch, total_q, columns, capacity, first_key
     sink = pool, slots, num_valid_pages, force_begin, force_end, SCALE, index_offset
     score_share(
-        tensors, sizes, sink, _start, _keep, PAGE, ROWS, KEY_STEP, QUERY_ROWS, STEP_PAGES, STAGES, E4M3
+        tensors,
+        sizes,
+        sink,
+        _start,
+        _keep,
+        PAGE,
+        ROWS,
+        KEY_STEP,
+        QUERY_ROWS,
+        STEP_PAGES,
+        STAGES,
+        REGROUP,
+        E4M3,
     )
 
 
@@ -229,7 +242,7 @@ def prefill_score_select(
     )
     tokens = min(ITEM_TOKENS, plan.max_query_len, max(1, MERGE_PROGRAMS // items))
     merge_pieces_kernel(
-        (items, tokens, NUM_HEADS),
+        (items, tokens, NUM_HEADS // heads_at_once()),
         (
             plan.qo_segment_lens,
             plan.qo_segment_offsets,
@@ -252,7 +265,7 @@ def prefill_score_select(
             layout.index_scale,
             layout.index_offset,
         ),
-        (dependent,),
+        (heads_at_once(), dependent),
         q.device,
     )
 

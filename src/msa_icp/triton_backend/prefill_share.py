@@ -78,18 +78,21 @@ def share_constants(layout: ShardLayout, rows: int, step_pages: int, target: Tar
         rows,
         step_pages,
         SCHEDULE.small_stages if target.small_shared_memory else SCHEDULE.stages,
+        target.warp_group,
         target.e4m3,
     )
 
 
 @triton.jit
-def regrouped(x):
+def regrouped(x, REGROUP: tl.constexpr):
     """[N, 128] -> the same with the dims of every sixteen in another order: 0 1, 4 5, 8 9, 12 13, 2 3, ...
 
     Of every sixteen, a matrix instruction takes dims 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 from one thread. In
     this order those are four bytes side by side, so that keys reach their registers as whole words. What
-    one instruction sums up stays the same sixteen products.
+    one instruction sums up stays the same sixteen products. Nothing changes where not REGROUP.
     """
+    if not REGROUP:
+        return x
     x = tl.reshape(x, (x.shape[0], DIM // 16, 4, 2, 2))
     return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (x.shape[0], DIM))
 
@@ -137,7 +140,7 @@ def _step_maxima(best, STEP_PAGES: tl.constexpr):
 def score_piece(
     tensors, sizes, sink, word, item, unit, end_unit, part, START: tl.constexpr, KEEP: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEY_STEP: tl.constexpr, QUERY_ROWS: tl.constexpr,
-    STEP_PAGES: tl.constexpr, STAGES: tl.constexpr, E4M3: tl.constexpr,
+    STEP_PAGES: tl.constexpr, STAGES: tl.constexpr, REGROUP: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """This program's part of the units `unit ... end_unit - 1` of an item."""
     q, k, block_table, qo_lens, kv_lens, qo_starts, qo_offset, _, _ = tensors
@@ -179,7 +182,7 @@ def score_piece(
     read_end = tl.where(any_sees < 0, 0, read_end)
 
     queries = _load_rows(q, (row * HEADS + n % HEADS) * DIM, live)
-    queries = tl.trans(e4m3_to_fp16(regrouped(queries), E4M3))
+    queries = tl.trans(e4m3_to_fp16(regrouped(queries, REGROUP), E4M3))
 
     # Products of a step's rows, step by step. The next step's pages are looked up one product ahead.
     m = tl.arange(0, KEY_ROWS)
@@ -198,7 +201,7 @@ def score_piece(
         offset = tl.multiple_of(page.to(tl.int64) * page_pitch, 16) + key_row * DIM
         tile = _load_rows(k, offset, (page >= 0) & (page < pages))
         page = _pages(table_row, (i + 1) // PRODUCTS * STEP_PAGES + m % STEP_PAGES, readable_width)
-        products = tl.dot(e4m3_to_fp16(regrouped(tile), E4M3), queries, out_dtype=tl.float32)
+        products = tl.dot(e4m3_to_fp16(regrouped(tile, REGROUP), E4M3), queries, out_dtype=tl.float32)
         if (first_page + first_column + STEP_PAGES) * PAGE - 1 > all_see:
             key = (first_page + first_column + m % STEP_PAGES) * PAGE + first_key + key_row * KEY_STEP
             products = tl.where(key[:, None] <= last_key[None, :], products, float("-inf"))
@@ -220,7 +223,7 @@ def score_piece(
 def score_share(
     tensors, sizes, sink, START: tl.constexpr, KEEP: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     KEY_STEP: tl.constexpr, QUERY_ROWS: tl.constexpr, STEP_PAGES: tl.constexpr, STAGES: tl.constexpr,
-    E4M3: tl.constexpr,
+    REGROUP: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """Score the share of worker `program_id(0)`, part `program_id(1)`, and hand each step's maxima to KEEP.
 
@@ -243,7 +246,7 @@ def score_share(
         end_unit = tl.where(item == last_item, last_unit, (word >> 32).to(tl.int32))
         score_piece(
             tensors, sizes, sink, word, item, unit, end_unit, part, START, KEEP, PAGE, ROWS, KEY_STEP,
-            QUERY_ROWS, STEP_PAGES, STAGES, E4M3,
+            QUERY_ROWS, STEP_PAGES, STAGES, REGROUP, E4M3,
         )  # fmt: skip
         item += 1
         unit = tl.zeros_like(unit)
