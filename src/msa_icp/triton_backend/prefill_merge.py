@@ -150,8 +150,8 @@ def merge_pieces_kernel(
     items = (tl.load(work_range + workers - 1) >> 32) & 0xFFFF
     if item < items:
         word = tl.load(work_info + item, mask=item < capacity, other=0)
-        segment, first, tokens, units = piece_of(word, item, capacity, (qo_lens, batch))
-        start = tl.load(qo_starts + segment, mask=tokens > 0, other=0).to(tl.int64) + first
+        there, segment, first, tokens, units = piece_of(word, item, capacity, (qo_lens, batch))
+        start = tl.load(qo_starts + segment, mask=there, other=0).to(tl.int64) + first
         begin, end = _workers_of(work_range, workers, item)
         # As the pieces were cut: a list for each slice of a worker's units where one part has all the rows.
         slices = tl.where(tokens * HEADS <= rows, ROWS_OF_ITEM // rows, 1)

@@ -99,14 +99,14 @@ def regrouped(x, REGROUP: tl.constexpr):
 
 @triton.jit
 def piece_of(word, item, capacity, segments):
-    """Segment, index of the first token, tokens and units of an item; no tokens where it is none."""
+    """Whether there is such an item, its segment, the index of its first token, its tokens and units."""
     qo_lens, batch = segments
     segment = (word & 0xFFFF).to(tl.int32)
     first = ((word >> 16) & 0xFFFF).to(tl.int32) * TOKENS_OF_ITEM
     there = (segment < batch) & (item < capacity)
     length = tl.load(qo_lens + segment, mask=there, other=0)
     tokens = tl.minimum(tl.maximum(length - first, 0), TOKENS_OF_ITEM)
-    return segment, first, tokens, (word >> 32).to(tl.int32)
+    return there, segment, first, tokens, (word >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -137,6 +137,27 @@ def _step_maxima(best, STEP_PAGES: tl.constexpr):
 
 
 @triton.jit
+def _cut(tokens, unit, end_unit, part, columns, SCALE: tl.constexpr, QUERY_ROWS: tl.constexpr):
+    """First token, first page and end of the pages of a part of an item's units.
+
+    Each part takes its tokens and all units or, where one part has room for all tokens, those and its units.
+    """
+    TOKENS: tl.constexpr = QUERY_ROWS // HEADS
+    narrow = tokens <= TOKENS
+    slices = tl.where(narrow, ROWS_OF_ITEM // QUERY_ROWS, 1)
+    which = tl.where(narrow, part, 0)
+    end_unit = tl.minimum(end_unit, (columns + BLOCKS_OF_UNIT - 1) // BLOCKS_OF_UNIT)
+    count = tl.maximum(end_unit - unit, 0)
+    first_page = (unit + count * which // slices) * BLOCKS_OF_UNIT // SCALE
+    end_page = (unit + count * (which + 1) // slices) * BLOCKS_OF_UNIT // SCALE
+    return (
+        tl.where(narrow, 0, part * TOKENS),
+        first_page,
+        tl.minimum(end_page, (columns + SCALE - 1) // SCALE),
+    )
+
+
+@triton.jit
 def score_piece(
     tensors, sizes, sink, word, item, unit, end_unit, part, START: tl.constexpr, KEEP: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, KEY_STEP: tl.constexpr, QUERY_ROWS: tl.constexpr,
@@ -145,74 +166,58 @@ def score_piece(
     """This program's part of the units `unit ... end_unit - 1` of an item."""
     q, k, block_table, qo_lens, kv_lens, qo_starts, qo_offset, _, _ = tensors
     pages, page_pitch, table_columns, table_stride, batch, total_q, columns, capacity, first_key = sizes
-    SCALE: tl.constexpr = PAGE // KEYS_OF_BLOCK
-    UNIT_PAGES: tl.constexpr = BLOCKS_OF_UNIT // SCALE
-    TOKENS: tl.constexpr = QUERY_ROWS // HEADS
-    PARTS: tl.constexpr = ROWS_OF_ITEM // QUERY_ROWS
     SUB_ROWS: tl.constexpr = KEY_ROWS // STEP_PAGES
     PRODUCTS: tl.constexpr = ROWS // SUB_ROWS
 
-    segment, first, tokens, _ = piece_of(word, item, capacity, (qo_lens, batch))
-    there = tokens > 0
+    there, segment, first, tokens, _ = piece_of(word, item, capacity, (qo_lens, batch))
     keys = tl.load(kv_lens + segment, mask=there, other=0)
     row = tl.load(qo_starts + segment, mask=there, other=0).to(tl.int64) + first
     position = tl.load(qo_offset + segment, mask=there, other=0).to(tl.int64) + first
-
-    # Each part takes its tokens and all units, or all tokens, where one part has room, and its units.
-    narrow = tokens <= TOKENS
-    first_token = tl.where(narrow, 0, part * TOKENS)
-    slices = tl.where(narrow, PARTS, 1)
-    which = tl.where(narrow, part, 0)
-    count = end_unit - unit
-    first_page = (unit + count * which // slices) * UNIT_PAGES
-    end_page = (unit + count * (which + 1) // slices) * UNIT_PAGES
-    end_page = tl.minimum(end_page, (columns + SCALE - 1) // SCALE)
-
+    first_token, first_page, end_page = _cut(
+        tokens, unit, end_unit, part, columns, PAGE // KEYS_OF_BLOCK, QUERY_ROWS
+    )
     n = tl.arange(0, QUERY_ROWS)
     token = first_token + n // HEADS
     row += token
     live = (token < tokens) & (row >= 0) & (row < total_q)
+    # Positions grow with the tokens: what the first one sees all see, what the last one sees not none sees.
     known = tl.minimum(keys, columns * KEYS_OF_BLOCK) - 1
     last_key = tl.maximum(tl.minimum(position + token, known), -1).to(tl.int32)
-    # Positions grow with the tokens.
-    last_token = tl.minimum(first_token + TOKENS, tokens) - 1
+    last_token = tl.minimum(first_token + QUERY_ROWS // HEADS, tokens) - 1
     all_see = tl.maximum(tl.minimum(position + first_token, known), -1).to(tl.int32)
     any_sees = tl.maximum(tl.minimum(position + last_token, known), -1).to(tl.int32)
-    read_end = tl.minimum(tl.minimum(any_sees // PAGE + 1, end_page), table_columns)
-    read_end = tl.where(any_sees < 0, 0, read_end)
 
-    queries = _load_rows(q, (row * HEADS + n % HEADS) * DIM, live)
-    queries = tl.trans(e4m3_to_fp16(regrouped(queries, REGROUP), E4M3))
-
-    # Products of a step's rows, step by step. The next step's pages are looked up one product ahead.
+    # A step's products, step by step. Pages are looked up one product ahead.
     m = tl.arange(0, KEY_ROWS)
     table_row = block_table + segment * table_stride + first_page
-    width = end_page - first_page
-    readable_width = read_end - first_page
-    steps = tl.maximum(width + STEP_PAGES - 1, 0) // STEP_PAGES
+    readable = tl.minimum(tl.minimum((any_sees + PAGE) // PAGE, end_page), table_columns) - first_page
+    steps = tl.maximum(end_page - first_page + STEP_PAGES - 1, 0) // STEP_PAGES
+    steps = tl.where(first_token < tokens, steps, 0)
+    page = _pages(table_row, m % STEP_PAGES, readable)
+    queries = _load_rows(q, (row * HEADS + n % HEADS) * DIM, live)
+    queries = tl.trans(e4m3_to_fp16(regrouped(queries, REGROUP), E4M3))
     state = START(sink, (item, part), n, row, live, last_key)
     best = tl.full((KEY_ROWS, QUERY_ROWS), float("-inf"), tl.float32)
-    page = _pages(table_row, m % STEP_PAGES, readable_width)
     for i in tl.range(0, trip_count(steps * PRODUCTS), num_stages=STAGES):
         step = i // PRODUCTS
         number = i - step * PRODUCTS  # of the product in its step
-        first_column = step * STEP_PAGES
         key_row = number * SUB_ROWS + m // STEP_PAGES
         offset = tl.multiple_of(page.to(tl.int64) * page_pitch, 16) + key_row * DIM
         tile = _load_rows(k, offset, (page >= 0) & (page < pages))
-        page = _pages(table_row, (i + 1) // PRODUCTS * STEP_PAGES + m % STEP_PAGES, readable_width)
+        page = _pages(table_row, (i + 1) // PRODUCTS * STEP_PAGES + m % STEP_PAGES, readable)
         products = tl.dot(e4m3_to_fp16(regrouped(tile, REGROUP), E4M3), queries, out_dtype=tl.float32)
-        if (first_page + first_column + STEP_PAGES) * PAGE - 1 > all_see:
-            key = (first_page + first_column + m % STEP_PAGES) * PAGE + first_key + key_row * KEY_STEP
+        first_column = first_page + step * STEP_PAGES
+        if (first_column + STEP_PAGES) * PAGE - 1 > all_see:
+            key = (first_column + m % STEP_PAGES) * PAGE + first_key + key_row * KEY_STEP
             products = tl.where(key[:, None] <= last_key[None, :], products, float("-inf"))
         if KEEPS_NAN:
             products = tl.where(products == products, products, float("-inf"))
         best = tl.maximum(best, products)  # a NaN is not taken
         if number == PRODUCTS - 1:
-            column = first_column + tl.arange(0, STEP_PAGES)
-            own = _pages(table_row, column, readable_width)
-            readable = (own >= 0) & (own < pages)
-            maxima = tl.where(readable[:, None], _step_maxima(best, STEP_PAGES), float("-inf"))
+            column = step * STEP_PAGES + tl.arange(0, STEP_PAGES)
+            maxima = _step_maxima(best, STEP_PAGES)
+            own = _pages(table_row, column, readable)
+            maxima = tl.where(((own >= 0) & (own < pages))[:, None], maxima, float("-inf"))
             state = KEEP(
                 sink, state, (item, part), n, row, live, last_key, first_page + column, end_page, maxima
             )
