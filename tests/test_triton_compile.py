@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -84,6 +86,18 @@ def _check_matrix_product(ptx: str, query_rows: int) -> None:
     assert ptx.count("ldmatrix.sync.aligned.m8n8.x4") == 4, "keys do not reach their registers as words"
 
 
+def _stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack a thread: what does not fit its registers."""
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout).group(1))
+
+
 def compile_for(target: str) -> None:
     """Compile every kernel for a compute capability (times ten) or an AMD architecture."""
     import triton
@@ -115,6 +129,12 @@ def compile_for(target: str) -> None:
             assert compiled.asm["ptx"].count("ld.volatile.global.b64") == 1
         if target == "90" and "QUERY_ROWS" in constants:
             _check_matrix_product(compiled.asm["ptx"], constants["QUERY_ROWS"])
+            assert _stack_bytes(compiled.asm["cubin"]) == 0, (kernel.function.__name__, "spills")
+        if gpu.backend == "cuda" and kernel.function.__name__ == "select_pieces_kernel":
+            # Threads beyond the rows hold copies of them: all have read the kept keys before one writes.
+            accesses = re.findall(r"ld\.global\.b64|st\.global\.b64|bar\.sync", compiled.asm["ptx"])
+            order = "".join(access[0] for access in accesses)
+            assert re.search("l{16}b+s{16}", order), order
         kernels.add(kernel)
     assert len(kernels) == 13
     print("compiled")

@@ -68,33 +68,32 @@ def _list(sink, place, n):
 
 @triton.jit
 def _start(sink, place, n, row, live, last_key):
-    """No key yet; the state is the worst key kept of each row, and how many blocks its token has."""
+    """No key yet; the state is how many blocks each row's token has."""
     address, mask = _list(sink, place, n)
     for i in tl.static_range(TOP):
         tl.store(address + i * ROWS_OF_ITEM, tl.full(n.shape, -1, tl.int64), mask=mask)
     tl.debug_barrier()
-    num_valid = tl.load(sink[2] + row, mask=live, other=0)
-    return tl.full(n.shape, -1, tl.int64), num_valid
+    return tl.load(sink[2] + row, mask=live, other=0)
 
 
 @triton.jit
-def _keep(sink, state, place, n, row, live, last_key, column, end, maxima):
+def _keep(sink, num_valid, place, n, row, live, last_key, column, end, maxima):
     """Merge a step's columns into the keys kept."""
     _, _, _, force_begin, force_end, scale, offset = sink
-    worst, num_valid = state
     block = column * scale + offset
     keys = ranking_keys(tl.trans(maxima), block[None, :], num_valid[:, None], force_begin, force_end)
     keys = tl.where((column < end)[None, :], keys, -1)
-    if tl.max((tl.max(keys, axis=1) > worst).to(tl.int32)) != 0:
-        address, mask = _list(sink, place, n)
-        kept = ()
-        for i in tl.static_range(TOP):
-            kept = kept + (tl.load(address + i * ROWS_OF_ITEM, mask=mask, other=-1),)
+    # Where there are more threads than rows, several read a row and one of them writes it. What they are
+    # asked next, all together, holds each of them until all have read.
+    address, mask = _list(sink, place, n)
+    kept = ()
+    for i in tl.static_range(TOP):
+        kept = kept + (tl.load(address + i * ROWS_OF_ITEM, mask=mask, other=-1),)
+    if tl.max((tl.max(keys, axis=1) > kept[TOP - 1]).to(tl.int32)) != 0:
         kept = merged16(kept, sorted8(eight(keys)))
         for i in tl.static_range(TOP):
             tl.store(address + i * ROWS_OF_ITEM, kept[i], mask=mask)
-        worst = kept[15]
-    return worst, num_valid
+    return num_valid
 
 
 @triton.jit
