@@ -137,9 +137,9 @@ def test_causal_limit_at_every_row(backend, device, world_size, page_size):
     case = counting(
         world_size,
         page_size,
-        qo_lens=(70, 9, 6),
-        kv_lens=(page_size + 40, 130, 300),
-        qo_offset=(page_size - 30, 125, 250),
+        qo_lens=(70, 9, 6, 40),
+        kv_lens=(page_size + 40, 130, 300, 1050),
+        qo_offset=(page_size - 30, 125, 250, 1010),
     )
     for rank in range(world_size):
         shape = {"rank": rank, "world_size": world_size, "page_size": page_size}
