@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+# Largest prefill window of `make bench`, in (token, key) pairs; all of them: 1e12, on a GPU.
+PAIRS ?= 1e7
 
 export PYTHONUNBUFFERED = 1
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
@@ -37,8 +39,9 @@ test-gpu:  ## the same tests on the accelerator, with the python at hand and not
 model:  ## the exchange explored exhaustively (docs/exchange.md), about a minute; needs nothing but Python
 	PYTHONPATH=tests $(PYTHON) -m model
 
-bench:  ## the decode scorer against the plain read, with the python at hand
+bench:  ## the scorers against their limits, with the python at hand
 	PYTHONPATH=src $(PYTHON) benchmarks/decode_score.py --name local --out bench-results
+	PYTHONPATH=src $(PYTHON) benchmarks/prefill.py --name local --max-pairs $(PAIRS) --out bench-results
 
 lint: $(VENV)/dev.installed
 	$(VENV)/bin/ruff check .

@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 
 from msa_icp.bench.decode_chain import WAYS, Row, quickest
 
@@ -25,6 +26,38 @@ def main() -> None:
             decode_score(document, path.with_suffix(".png"))
     for path in sorted(RESULTS.glob("decode_chain_*.json")):
         decode_chain(json.loads(path.read_text()), path.with_suffix(".png"))
+    for path in sorted(RESULTS.glob("prefill_*.json")):
+        prefill(json.loads(path.read_text()), path.with_suffix(".png"))
+
+
+def prefill(document: dict[str, Any], to: Path) -> None:
+    """Limit / ours of every window, a colour a layout; hatched: the fused form."""
+    rows = [row for row in document["rows"] if row["what"] != "select"]
+    windows = list(dict.fromkeys(row["window"] for row in rows))
+    figure, panel = plt.subplots(figsize=(12, 4), layout="constrained")
+    for place, window in enumerate(windows):
+        own = [row for row in rows if row["window"] == window]
+        for number, row in enumerate(own):
+            panel.bar(
+                place + (number + 0.5) / len(own) * 0.8 - 0.4,
+                max(row["operations_us"], row["plain_read_us"] or 0) / row["us"],
+                0.8 / len(own),
+                color=COLORS[row["layout"]],
+                hatch="///" if row["what"] == "fused" else None,
+                edgecolor="white",
+            )
+    panel.axhline(1, color="#888888", linewidth=0.8)
+    panel.axhline(0.8, color="#888888", linewidth=0.8, linestyle=":")
+    panel.set_xticks(range(len(windows)), windows, rotation=30, ha="right")
+    panel.set_xlabel("query tokens over 128K keys; query tokens / cached prefix")
+    panel.set_ylabel("limit / ours")
+    marks = [Patch(color=color) for color in COLORS.values()]
+    panel.legend(marks, list(COLORS), fontsize=8, loc="upper right", title="hatched: fused", title_fontsize=8)
+    backend = ", ".join(sorted({row["backend"] for row in rows}))
+    title = f"Prefill windows ({backend}), {document['card']}, torch {document['torch']}"
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(to, dpi=110)
+    print(f"wrote {to}")
 
 
 def decode_score(document: dict[str, Any], to: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
 import msa_icp
-from msa_icp import cases, reference
+from msa_icp import cases, reference, verify
 from msa_icp.cases import bits, poisoned
 
 HEADS = 4
@@ -18,6 +19,12 @@ SHORT_SPIN = 64
 NEG_INF = -(2**23)
 """Bits of -inf."""
 PARTS = ("recv", "tagged_recv", "publish_generations", "expected_generations", "errors")
+
+
+def interpreted_only_if(wanted: bool, backend: str, device: str) -> None:
+    """Skip a variant of a test for interpreted kernels, which run some of them."""
+    if verify.is_slow(backend, device) and not wanted:
+        pytest.skip("too much for interpreted kernels")
 
 
 def words_of(scores: Sequence[float] | Tensor, ids: Sequence[int]) -> list[int]:

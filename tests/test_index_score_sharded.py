@@ -137,9 +137,9 @@ def test_causal_limit_at_every_row(backend, device, world_size, page_size):
     case = counting(
         world_size,
         page_size,
-        qo_lens=(70, 9, 6),
-        kv_lens=(page_size + 40, 130, 300),
-        qo_offset=(page_size - 30, 125, 250),
+        qo_lens=(70, 9, 6, 40),
+        kv_lens=(page_size + 40, 130, 300, 1050),
+        qo_offset=(page_size - 30, 125, 250, 1010),
     )
     for rank in range(world_size):
         shape = {"rank": rank, "world_size": world_size, "page_size": page_size}
@@ -332,6 +332,8 @@ def test_only_pages_of_two_blocks_are_compact(backend, device, page_size):
 @pytest.mark.parametrize("values", [cases.exact, cases.full_range], ids=["exact", "full"])
 def test_a_token_scores_as_in_decode(backend, device, world_size, page_size, values):
     """The decode scorer gives the same bits for a query at the same position over the same keys."""
+    if verify.is_slow(backend, device) and values is cases.full_range:
+        pytest.skip("the interpreter's matrix product orders its additions by its shape")
     case = prefill_case(
         "", world_size, page_size, qo_lens=(9, 70), kv_lens=(600, 70), keys=values, queries=values
     )
@@ -357,6 +359,7 @@ def test_a_token_scores_as_in_decode(backend, device, world_size, page_size, val
         assert torch.equal(bits(out[t, :, :pages]), bits(alone[0, :, :pages])), t
 
 
+@pytest.mark.large
 def test_compact_and_block_columns_are_the_same_scores(backend, device):
     for world_size in (2, 4):
         case = prefill_case("", world_size, 256, qo_lens=(4, 66), kv_lens=(700, 90), keys=cases.full_range)
@@ -369,6 +372,7 @@ def test_compact_and_block_columns_are_the_same_scores(backend, device):
             assert (blocks[..., 1 - offset :: 2] == NEG_INF).all()
 
 
+@pytest.mark.large
 def test_a_segment_scores_the_same_in_any_window(backend, device):
     case = prefill_case(
         "",
@@ -394,6 +398,7 @@ def test_a_segment_scores_the_same_in_any_window(backend, device):
         assert torch.equal(bits(score(alone, 1, backend, device)), together[rows]), s
 
 
+@pytest.mark.large
 def test_a_prompt_in_chunks_scores_the_same(backend, device):
     """Chunked prefill: the tokens of a chunk at its offset, over the keys so far."""
     case = prefill_case("", 4, 256, qo_lens=(150,), keys=cases.full_range, queries=cases.full_range)
@@ -410,6 +415,7 @@ def test_a_prompt_in_chunks_scores_the_same(backend, device):
         assert torch.equal(bits(score(chunk, 2, backend, device)), whole[begin:end])
 
 
+@pytest.mark.large
 def test_run_after_run(backend, device):
     case = prefill_case("", 2, 256, qo_lens=(66, 3), kv_lens=(300, 900), keys=cases.full_range)
     first = bits(score(case, 1, backend, device))
@@ -453,6 +459,7 @@ def windows(draw):
     )
 
 
+@pytest.mark.large
 @given(drawn=windows())
 def test_any_window(backend, device, drawn):
     case, rank, compact, initialize, (spare, row_gap, token_gap) = drawn

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import HEADS, NEG_INF
+from helpers import HEADS, NEG_INF, interpreted_only_if
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,10 +21,14 @@ layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
 
 
 def two_steps(case, plan, rank, backend, num_valid):
-    """The carrier of score and select, with the columns that the fused form has."""
+    """The carrier of score and select, with the columns that the fused form has.
+
+    Beside interpreted kernels tensor code selects: test_topk_select_prefill.py says that it is the same.
+    """
     compact = case.fused_compact
     scores = run_scores(case, plan, rank, backend, compact=compact, initialize=True)
-    return run_select(case, rank, scores, backend, num_valid, compact=compact)
+    selects = "torch" if verify.is_slow(backend, scores.device.type) else backend
+    return run_select(case, rank, scores, selects, num_valid, compact=compact)
 
 
 def assert_equals_two_steps(case, backend, device, num_valid=None, ranks=None):
@@ -40,6 +44,7 @@ def assert_equals_two_steps(case, backend, device, num_valid=None, ranks=None):
 @layouts
 @pytest.mark.parametrize("values", [cases.exact, cases.full_range], ids=["exact", "full"])
 def test_equals_score_and_select(backend, device, world_size, page_size, values):
+    interpreted_only_if(values is cases.full_range, backend, device)
     case = prefill_case(
         "",
         world_size,
@@ -58,6 +63,7 @@ def test_equals_score_and_select(backend, device, world_size, page_size, values)
 @pytest.mark.parametrize("force", [(0, 0), (1, 2), (16, 0), (0, 16)])
 def test_valid_blocks_that_are_not_those_of_the_position(backend, device, page_size, force):
     """`num_valid_pages` below, at and above the causal prefix: blocks between them are candidates at -inf."""
+    interpreted_only_if(page_size == 256 and force in ((1, 2), (0, 16)), backend, device)
     case = prefill_case(
         "",
         2,
@@ -75,6 +81,7 @@ def test_valid_blocks_that_are_not_those_of_the_position(backend, device, page_s
 @pytest.mark.parametrize("page_size", [128, 256])
 def test_rows_of_no_segment_are_written(backend, device, page_size):
     """Padding where they have no valid blocks; else the lowest ids, or the forced ones, all of them -inf."""
+    interpreted_only_if(page_size == 256, backend, device)
     case = prefill_case("", 2, page_size, qo_lens=(3, 0, 2), kv_lens=(300, 9, 2600), spare_tokens=70)
     case = replace(rows_apart(case), local_blocks=2)
     owned = {row for row, _, _ in case.tokens()}
@@ -106,11 +113,13 @@ def test_a_window_without_tokens(backend, device):
 @pytest.mark.parametrize("change", [hostile_segments, beyond_bounds])
 @pytest.mark.parametrize("page_size", [128, 256])
 def test_hostile_metadata(backend, device, change, page_size):
+    interpreted_only_if(page_size == 128, backend, device)
     case = change(prefill_case("", 2, page_size, qo_lens=(3, 67, 2, 5), kv_lens=(700, 300, 40, 900)))
     counts = torch.arange(case.total_q, dtype=torch.int32) % 11
     assert_equals_two_steps(case, backend, device, counts)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0xFF])
 def test_the_pool_needs_no_zeroing(backend, device, fill):
     case = prefill_case("", 4, 128, qo_lens=(66, 1), kv_lens=(300, 2600))
@@ -138,6 +147,7 @@ def test_the_pool_is_as_large_as_the_plan_needs(backend, device):
         run_fused(case, plan, 2, backend, num_valid, pool=small)
 
 
+@pytest.mark.large
 def test_a_token_slice_of_a_larger_carrier(backend, device):
     """The windows of one step write their slices of one head-major buffer, and nothing else."""
     memory = poisoned((HEADS, 90, 40), torch.int32, device)
@@ -165,6 +175,7 @@ def test_compact_exactly_for_pages_of_two_blocks(backend, device, page_size):
         run_fused(case, plan, 0, backend, case.num_valid_pages(), compact=wrong)
 
 
+@pytest.mark.large
 def test_plans_and_flags_change_no_bit(backend, device):
     case = prefill_case("", 4, 256, qo_lens=(66, 0, 3), kv_lens=(200, 9, 2600), keys=cases.full_range)
     num_valid = case.num_valid_pages()
@@ -174,6 +185,7 @@ def test_plans_and_flags_change_no_bit(backend, device):
         assert torch.equal(first, run_fused(case, on_host, 3, backend, num_valid, **changes))
 
 
+@pytest.mark.large
 @layouts
 def test_a_segment_selects_the_same_in_any_window(backend, device, world_size, page_size):
     case = prefill_case(
@@ -200,14 +212,17 @@ def test_a_segment_selects_the_same_in_any_window(backend, device, world_size, p
 @layouts
 def test_a_token_selects_as_in_decode(backend, device, world_size, page_size):
     """The decode scorer and selection give the same ids and scores for a query at the same position."""
+    interpreted_only_if(page_size == 128, backend, device)
+    # The interpreter's matrix product orders its additions by its shape.
+    values = cases.exact if verify.is_slow(backend, device) else cases.full_range
     case = prefill_case(
         "",
         world_size,
         page_size,
         qo_lens=(66, 5),
         kv_lens=(300, 2600),
-        keys=cases.full_range,
-        queries=cases.full_range,
+        keys=values,
+        queries=values,
         init_blocks=1,
         local_blocks=2,
     )
@@ -262,6 +277,7 @@ def windows(draw):
     return case, draw(st.integers(0, world_size - 1)), counts
 
 
+@pytest.mark.large
 @given(drawn=windows())
 def test_any_window(backend, device, drawn):
     case, rank, counts = drawn

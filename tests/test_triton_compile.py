@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -63,12 +65,37 @@ def test_one_compilation_a_variant() -> None:
 
 
 def _worth_compiling(constants: dict[str, Any]) -> bool:
-    """Of the scorer, the extremes: the other layouts and widths differ in numbers only."""
+    """Of the scorers, the extremes: the other layouts and widths differ in numbers only."""
+    if "QUERY_ROWS" in constants:
+        return (constants["QUERY_ROWS"], constants["ROWS"]) in ((128, 32), (64, 128))
     if "GROUPS" not in constants:
         return True
     narrow = constants["GROUPS"] == 1 and constants["ROWS"] == 32
     wide = constants["GROUPS"] * constants["GROUP"] == 32 and constants["ROWS"] == 128
     return narrow or wide
+
+
+def _check_matrix_product(ptx: str, query_rows: int) -> None:
+    """On 9.0 a prefill scorer multiplies 64 keys in registers by all query rows, fp16 into FP32."""
+    products = [line.split(None, 1) for line in ptx.splitlines() if "wgmma.mma_async" in line]
+    assert len(products) == 8  # of 16 dims each
+    for operation, operands in products:
+        assert operation == f"wgmma.mma_async.sync.aligned.m64n{query_rows}k16.f32.f16.f16"
+        assert operands.split("}")[1].count("%r") == 4, operands
+    assert "mma.sync" not in ptx
+    assert ptx.count("ldmatrix.sync.aligned.m8n8.x4") == 4, "keys do not reach their registers as words"
+
+
+def _stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack a thread: what does not fit its registers."""
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", usage.stdout).group(1))
 
 
 def compile_for(target: str) -> None:
@@ -102,9 +129,49 @@ def compile_for(target: str) -> None:
         if gpu.backend == "cuda" and kernel in merge_candidates.merge_tagged_kernels.values():
             # One word a thread, and no second copy of one: else threads could see different rows.
             assert compiled.asm["ptx"].count("ld.volatile.global.b64") == 1
+        if target == "90" and "QUERY_ROWS" in constants:
+            _check_matrix_product(compiled.asm["ptx"], constants["QUERY_ROWS"])
+            assert _stack_bytes(compiled.asm["cubin"]) == 0, (kernel.function.__name__, "spills")
+        if gpu.backend == "cuda" and kernel.function.__name__ == "select_pieces_kernel":
+            # Threads beyond the rows hold copies of them: all have read the kept keys before one writes.
+            accesses = re.findall(r"ld\.global\.b64|st\.global\.b64|bar\.sync", compiled.asm["ptx"])
+            order = "".join(access[0] for access in accesses)
+            assert re.search("l{16}b+s{16}", order), order
         kernels.add(kernel)
-    assert len(kernels) == 10
+    assert len(kernels) == 15
     print("compiled")
+
+
+def prefill_calls(backend: Any, layout: Any, lens: tuple[int, ...], offset: int, pitch: int) -> None:
+    """Every prefill op once, for segments of `lens` tokens; `offset` and `pitch` move and stretch tensors."""
+    import torch
+
+    import msa_icp
+
+    def fp8(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+    queries = torch.tensor((0,) * offset + lens, dtype=torch.int32)[offset:]
+    plan = msa_icp.msa_icp_index_score_sharded_plan(
+        queries, queries, 4, qo_offset=queries * 0, device="cpu", backend="torch"
+    )
+    bounds = {"total_q": plan.total_q, "max_query_len": 16, "max_seq_len": 128 * plan.columns}
+    metadata = (queries, queries, plan.qo_segment_offsets, plan.kv_segment_offsets, queries)
+    storage = {name: getattr(plan, name) for name in ("packed_work_range", "packed_work_info", "workspace")}
+    backend.index_score_sharded_plan_device(*metadata, **bounds, **storage)
+    keys = fp8(4 * pitch).as_strided((3, 64, 128), (pitch, 128, 1))
+    table = torch.zeros((len(lens), 3 + offset), dtype=torch.int32)[:, offset:]
+    scores = torch.empty((plan.total_q, 4, 12 + offset))[:, :, offset : offset + 12]
+    inputs = (fp8(plan.total_q, 4, 128), keys, table, plan)
+    launch = {"layout": layout, "enable_pdl": True}
+    backend.index_score_sharded(*inputs, max_score=scores, initialize=True, compact=False, **launch)
+    valid = torch.ones(plan.total_q + offset, dtype=torch.int32)[offset:]
+    carrier = torch.empty((4, plan.total_q + offset, 33 + offset), dtype=torch.int32)[:, offset:, offset:]
+    force = {"force_begin_blocks": offset, "force_end_blocks": 1}
+    backend.topk_select_prefill(scores, valid, carrier, index_scale=1, index_offset=0, **force)
+    size = msa_icp.msa_icp_prefill_pool_bytes(total_q=plan.total_q, batch=plan.batch, device="cpu")
+    pool = torch.empty(size, dtype=torch.uint8)
+    backend.prefill_score_select(*inputs, valid, pool, carrier, **force, **launch)
 
 
 def count_compilations() -> None:
@@ -192,12 +259,18 @@ def count_compilations() -> None:
     assert launches[-1] == (6, 4, 1)
     assert len(launches) == 12
 
+    before, launched = len(compiled), len(launches)
+    for lens, offset, pitch in (((1,), 0, 8192), ((9, 0, 3), 1, 8208), ((16,) * 65, 3, 1 << 20)):
+        prefill_calls(triton_backend, layout, lens, offset, pitch)
+    assert len(launches) == launched + 3 * 5
+    assert len(compiled) == before + 6  # the plan's two shapes, and one of each other kernel
+
     torch.cuda.is_current_stream_capturing = lambda: True
     triton_backend.topk_select_publish(**arguments)  # it is loaded
     arguments["generations"] = None  # the legacy rows' kernel is not
     with pytest.raises(RuntimeError, match="warmup"):
         triton_backend.topk_select_publish(**arguments)
-    assert len(compiled) == 3
+    assert len(compiled) == before + 6
 
 
 if __name__ == "__main__":

@@ -14,7 +14,11 @@ import torch
 __all__ = [
     "decode_index_score_sharded",
     "decode_score_publish",
+    "index_score_sharded",
+    "index_score_sharded_plan_device",
     "merge_candidates",
+    "prefill_score_select",
+    "topk_select_prefill",
     "topk_select_publish",
     "unavailable",
     "warmup",
@@ -28,14 +32,32 @@ if _INSTALLED:
     from .decode_index_score_sharded import variants as _score_variants
     from .decode_score_publish import decode_score_publish
     from .decode_score_publish import variants as _fused_variants
+    from .index_score_sharded import index_score_sharded
+    from .index_score_sharded import variants as _window_variants
+    from .index_score_sharded_plan_device import index_score_sharded_plan_device
+    from .index_score_sharded_plan_device import variants as _plan_variants
     from .merge_candidates import merge_candidates
     from .merge_candidates import variants as _merge_variants
+    from .prefill_score_select import prefill_score_select
+    from .prefill_score_select import variants as _window_fused_variants
+    from .topk_select_prefill import topk_select_prefill
+    from .topk_select_prefill import variants as _select_variants
     from .topk_select_publish import topk_select_publish
     from .topk_select_publish import variants as _publish_variants
     from .write_index_keys import variants as _write_variants
     from .write_index_keys import write_index_keys
 
-    VARIANTS = (_score_variants, _publish_variants, _merge_variants, _fused_variants, _write_variants)
+    VARIANTS = (
+        _score_variants,
+        _publish_variants,
+        _merge_variants,
+        _fused_variants,
+        _write_variants,
+        _plan_variants,
+        _window_variants,
+        _select_variants,
+        _window_fused_variants,
+    )
     """For each op, a function from a `Target` to every (kernel, constants) that a device may need."""
 
 _OLDEST = (8, 0)

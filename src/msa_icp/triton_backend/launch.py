@@ -48,13 +48,38 @@ class Target:
     dot_rows: int
     """Fewest query rows that a matrix instruction takes."""
     multiprocessors: int
+    small_shared_memory: bool = False
+    """Whether a multiprocessor has at most about 100 KiB of it."""
+    warp_group: bool = False
+    """Whether a matrix instruction is one of four warps that takes an operand from their registers."""
 
     @staticmethod
     def of_capability(backend: str, capability: int, multiprocessors: int) -> Target:
         """The target of a CUDA compute capability (times ten), or of an AMD device."""
         if backend != "cuda":
-            return Target("integer", False, 16, multiprocessors)
-        return Target("hardware" if capability >= 89 else "packed", capability >= 90, 8, multiprocessors)
+            return Target("integer", False, 16, multiprocessors, True)
+        return Target(
+            "hardware" if capability >= 89 else "packed",
+            capability >= 90,
+            8,
+            multiprocessors,
+            capability in (86, 89) or capability >= 120,
+            capability == 90,
+        )
+
+
+if INTERPRETED:
+
+    def trip_count(count):
+        """A bound of `tl.range`: from NumPy 2.4 on the interpreter's takes no tensor."""
+        return int(count.handle.data.item()) if isinstance(count, tl.tensor) else count
+
+else:
+
+    @triton.jit
+    def trip_count(count):
+        """A bound of `tl.range`."""
+        return count
 
 
 @cache
@@ -131,7 +156,7 @@ class Kernel:
     def options(self, backend: str, values: dict[str, Any]) -> dict[str, Any]:
         """Triton's options for a variant; loads are issued where the kernel says, so no loop is pipelined."""
         warp = 32 if backend == "cuda" else 64
-        options: dict[str, Any] = {"num_warps": self.threads // warp, "num_stages": 1}
+        options: dict[str, Any] = {"num_warps": max(1, self.threads // warp), "num_stages": 1}
         if backend == "cuda":
             options["maxnreg"] = self.registers
             options["launch_pdl"] = bool(values.get("DEPENDENT"))

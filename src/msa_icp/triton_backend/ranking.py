@@ -68,6 +68,16 @@ def ascending(best):
 
 
 @triton.jit
+def ascending_rows(best):
+    """`ascending` of every row: [rows, 16] keys -> ids and places, [rows, 16]."""
+    lane = tl.arange(0, TOP)[None, :]
+    live = best >= 0
+    order = tl.where(live, block_of(best), BLOCKS + lane)
+    place = tl.sum((order[:, :, None] < order[:, None, :]).to(tl.int32), axis=1)
+    return tl.where(live, order, PADDING_ID), place
+
+
+@triton.jit
 def _best_of_classes(
     row, residue, modulus, columns, scored, num_valid, force_begin, force_end, scale, offset,
     DEPTH: tl.constexpr,
