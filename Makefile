@@ -49,7 +49,7 @@ lint: $(VENV)/dev.installed
 	$(VENV)/bin/mypy
 
 mutants: $(VENV)/dev.installed  ## planted faults, each of which must make the suite fail
-	$(VENV)/bin/python tests/mutants.py
+	PYTHONPATH=tests $(VENV)/bin/python -m mutants
 
 clean:
 	rm -rf $(VENV) demo-report bench-results build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Planted faults, each of which must make the tests fail: `python -m mutants`."""

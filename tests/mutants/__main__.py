@@ -1,0 +1,179 @@
+"""Planted faults: each must make the tests fail.
+
+    PYTHONPATH=tests python -m mutants [WORD ...]      all faults, or those whose name contains a word
+
+For every fault the sources are copied, a text that must occur exactly once is replaced, and the part of
+the tests that ought to notice runs against the copy. A fault that no test notices survives: exit code 1.
+A text that does not occur exactly once means that the code has moved on and the fault must follow it:
+exit code 2. First of all the copy without a fault must pass.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import bench, checks, decode, exchange, kernels, prefill, replay
+from .fault import Mutant
+
+TESTS = Path(__file__).resolve().parents[1]
+SOURCES = TESTS.parent / "src"
+PARALLEL = 2
+TIMEOUT_S = 40
+"""Of one test: a fault may turn a short wait into an endless one. The process then ends there, with exit
+code 1: the other way, an exception raised at whatever instruction runs, hits places that have no line
+number, and pytest breaks off without a verdict when it words them."""
+
+BASELINE = (
+    "test_geometry.py",
+    "test_cache.py",
+    "test_write_index_keys.py",
+    "test_checks.py",
+    "test_checks_remembered.py",
+    "test_storage.py",
+    "test_exchange_model.py",
+    "test_symmetric_memory.py",
+    "test_prefill_plan.py",
+    "test_index_score_sharded.py",
+    "test_topk_select_prefill.py",
+    "test_prefill_score_select.py",
+    "test_prefill_windows.py",
+    "test_exchange_prefill.py",
+    "test_replay_engine.py",
+    "test_replay_run.py",
+    "test_decode_index_score_sharded.py",
+    "test_topk_select_publish.py",
+    "test_merge_candidates.py",
+    "test_exchange.py",
+    "test_decode_score_publish.py",
+    "test_field_cases.py",
+    "-k",
+    "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
+    "and not no_score_rows and not test_07 and not what_comes_out",
+)
+
+CUDA_BASELINE = (
+    "test_cuda_forms.py",
+    "test_topk_select_publish.py",
+    "test_merge_candidates.py",
+    "test_exchange.py",
+    "-k",
+    "cuda-cpu and (every_form and (1-4-128 or 1-2-256) or not forms)",
+)
+
+MUTANTS = (
+    decode.MUTANTS
+    + exchange.MUTANTS
+    + checks.MUTANTS
+    + prefill.MUTANTS
+    + kernels.MUTANTS
+    + replay.MUTANTS
+    + bench.MUTANTS
+)
+
+
+def run_tests(
+    copy: Path, tests: tuple[str, ...], *, emulated: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """The tests against the sources in `copy`, up to the first failure."""
+    files = [str(TESTS / word) if word.endswith(".py") else word for word in tests]
+    options = ["-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", "--timeout-method=thread"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("TRITON_INTERPRET", None)  # the faults are in the torch backend, or in emulated kernels
+    environment["EMULATE_CUDA"] = "1" if emulated else "0"
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
+        cwd=TESTS.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def copy_sources(folder: Path) -> Path:
+    copy = folder / "src"
+    shutil.copytree(SOURCES, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return copy
+
+
+def plant(copy: Path, mutant: Mutant) -> str:
+    """Make the fault in the copy; why it cannot be made, or an empty text."""
+    for file, text, replacement in mutant.edits:
+        path = copy / "msa_icp" / file
+        source = path.read_text()
+        if source.count(text) != 1:
+            return f"{file} holds {text!r} {source.count(text)} times"
+        path.write_text(source.replace(text, replacement))
+    return ""
+
+
+def try_mutant(mutant: Mutant) -> tuple[str, str]:
+    """What became of a fault: 'killed', 'SURVIVED' or 'STALE', and a line about it."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = copy_sources(Path(folder))
+        stale = plant(copy, mutant)
+        if stale:
+            return "STALE", stale
+        ended = run_tests(copy, mutant.tests, emulated=mutant.emulated)
+    failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    seconds = f"{time.monotonic() - began:.1f} s"
+    if ended.returncode == 1:
+        return "killed", f"{seconds}  {failed[0].split(' - ')[0] if failed else 'a test took too long'}"
+    if ended.returncode == 0:
+        return "SURVIVED", f"{seconds}  {' '.join(mutant.tests)}"
+    return "STALE", f"the tests did not run: {(ended.stdout + ended.stderr)[-500:]}"
+
+
+def without_fault() -> bool:
+    """Whether the tests pass on a copy without a fault, and run on the copy at all."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = copy_sources(Path(folder))
+        where = subprocess.run(
+            [sys.executable, "-c", "import msa_icp; print(msa_icp.__file__)"],
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        if str(copy) not in where:
+            print(f"The tests would not run on the copy but on {where}")
+            return False
+        runs = [run_tests(copy, BASELINE), run_tests(copy, CUDA_BASELINE, emulated=True)]
+    print("; ".join(ended.stdout.strip().splitlines()[-1] for ended in runs))
+    for ended in runs:
+        if ended.returncode != 0:
+            print(ended.stdout[-3000:])
+    return all(ended.returncode == 0 for ended in runs)
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    print("Without a fault: ", end="", flush=True)
+    if not without_fault():
+        return 2
+    counts = {"killed": 0, "SURVIVED": 0, "STALE": 0}
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        for number, (mutant, (verdict, line)) in enumerate(
+            zip(chosen, pool.map(try_mutant, chosen), strict=True), 1
+        ):
+            counts[verdict] += 1
+            print(f"[{number:2}/{len(chosen)}] {verdict:8} {mutant.name}: {line}", flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    return 2 if counts["STALE"] else int(counts["SURVIVED"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

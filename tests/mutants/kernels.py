@@ -1,0 +1,169 @@
+"""Faults of the CUDA kernels, whose tests run over the emulator."""
+
+from __future__ import annotations
+
+from .fault import Mutant
+
+KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 1-2-256)")
+KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
+KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
+KERNEL_WINDOW_TESTS = ("test_index_score_sharded.py", "-k", "cuda-cpu and not alignment and not any_window")
+KERNEL_MERGE_TESTS = ("test_merge_candidates.py", "test_exchange.py", "-k", "cuda-cpu")
+
+MUTANTS = (
+    Mutant(
+        "a kernel masks the second half of a fragment by the first",
+        (
+            (
+                "cuda_backend/device/decode_score.cuh",
+                "Layout::position(sight.column, row + 8, sight.rank)",
+                "Layout::position(sight.column, row, sight.rank)",
+            ),
+        ),
+        KERNEL_TAIL_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel takes one query token more to be history",
+        (
+            (
+                "cuda_backend/device/decode_score.cuh",
+                "<= seq_len - static_cast<int>(with.query_len);",
+                "<= seq_len - static_cast<int>(with.query_len) + PAGE;",
+            ),
+        ),
+        KERNEL_TAIL_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel writes columns that do not round up to four",
+        (
+            (
+                "cuda_backend/device/decode_score.cuh",
+                "/ kColumnStep * kColumnStep",
+                "/ kColumnStep * kColumnStep + 1",
+            ),
+        ),
+        KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel pairs the halves of a row the other way round in the queries",
+        (
+            (
+                "cuda_backend/device/fragments.cuh",
+                "step_share(halves, step, share[step][0], share[step][1])",
+                "step_share(halves, step ^ 4, share[step][0], share[step][1])",
+            ),
+        ),
+        KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel leaves a page's last warp out of its maximum",
+        (("cuda_backend/decode_index_score_sharded.cu", "other < kPagePieces", "other < kPagePieces - 1"),),
+        KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a warp of the packed list drops its last column",
+        (
+            (
+                "cuda_backend/decode_index_score_packed.cu",
+                "total * (own + 1) / warps) - begin) * kPagePieces",
+                "total * (own + 1) / warps) - begin - (own % 2)) * kPagePieces",
+            ),
+        ),
+        KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel ranks the higher id first",
+        (
+            (
+                "cuda_backend/device/ranking.cuh",
+                "static_cast<unsigned>(kMostBlocks - 1 - id)",
+                "static_cast<unsigned>(id)",
+            ),
+            (
+                "cuda_backend/device/ranking.cuh",
+                "return kMostBlocks - 1 - static_cast<int>(key",
+                "return static_cast<int>(key",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel ranks NaN as itself",
+        (
+            (
+                "cuda_backend/device/ranking.cuh",
+                "score == score ? score + 0.0f : minus_infinity()",
+                "score + 0.0f",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel looks at one class of columns too few",
+        (
+            (
+                "cuda_backend/topk_select_publish.cu",
+                "threadIdx.x / kTop * modulus : -1",
+                "threadIdx.x / kTop * modulus % (modulus * 7) : -1",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel publishes what was not free",
+        (("cuda_backend/topk_select_publish.cu", "if (ready == 0) {", "{"),),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel's window sees one key more",
+        (
+            (
+                "cuda_backend/index_score_sharded.cu",
+                "last_keys[i / 2 % 2], static",
+                "last_keys[i / 2 % 2] + 1, static",
+            ),
+        ),
+        KERNEL_WINDOW_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel scores the page's other block as well",
+        (("cuda_backend/index_score_sharded.cu", "i == own ? score : minus_infinity()", "score"),),
+        KERNEL_WINDOW_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel keeps a block that two ranks sent twice",
+        (("cuda_backend/merge_candidates.cu", "if (repeated) own = 0;", ""),),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a late merge of a kernel clears what was there",
+        (("cuda_backend/merge_candidates.cu", "if (complete && lane == 0) signal", "if (lane == 0) signal"),),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel names the ranks that were there",
+        (
+            (
+                "cuda_backend/merge_candidates.cu",
+                "missing[rank] = there ? 0 : 1 << rank;",
+                "missing[rank] = there ? 1 << rank : 0;",
+            ),
+        ),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+)

@@ -1,0 +1,60 @@
+"""Faults of the replay."""
+
+from __future__ import annotations
+
+from .fault import Mutant
+
+ENGINE = "replay/engine.py"
+REPLAY_PREFILL = "replay/prefill.py"
+ENGINE_TESTS = ("test_replay_engine.py",)
+REPLAY_TESTS = ("test_replay_run.py", "-k", "how_prompts_enter and options0")
+
+MUTANTS = (
+    Mutant(
+        "a prompt is cached before it has entered",
+        ((ENGINE, "self._whole_sections(place, start))", "self._whole_sections(place, prompt))"),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a page that is given up keeps its keys",
+        (
+            (
+                ENGINE,
+                "            if fresh:\n                self._written[page] = 0\n",
+                "            self._written.setdefault(page, 0)\n",
+            ),
+        ),
+        ("test_replay_engine.py", "-k", "tight_cache"),
+    ),
+    Mutant(
+        "entered keys are not known to be there",
+        ((ENGINE, "            self._write(request.pages, segment.stop)\n", ""),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a chunk of each prompt, whatever the limit",
+        ((ENGINE, "                left -= segments[-1].tokens\n", ""),),
+        ENGINE_TESTS,
+    ),
+    Mutant(
+        "a replay's windows begin at position 0",
+        ((REPLAY_PREFILL, "numbers([segment.start for", "numbers([0 for"),),
+        REPLAY_TESTS,
+    ),
+    Mutant(
+        "a replay's prompts are exchanged in the layer after",
+        (
+            (
+                "replay/loop.py",
+                "        exchange(ranks)\n        for rank in ranks:\n            rank.prefill.merge(layer)",
+                "        for rank in ranks:\n            rank.prefill.merge(layer)\n        exchange(ranks)",
+            ),
+        ),
+        REPLAY_TESTS,
+    ),
+    Mutant(
+        "the replay checks the first segment's rows for all",
+        (("replay/checker.py", "outputs[layer][first:]", "outputs[layer]"),),
+        REPLAY_TESTS,
+    ),
+)
