@@ -10,6 +10,7 @@ one key of a page that this rank holds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,6 +125,21 @@ def decode_score_columns(max_model_len: int, page_size: int) -> int:
 def decode_pool_bytes(max_decode_tokens: int, num_heads: int) -> int:
     """Bytes of the fused decode form's pool: for each row up to 128 splits of 16 candidates."""
     return max_decode_tokens * num_heads * _POOL_SPLITS * TOP_K * _POOL_KEY_BYTES
+
+
+POOL_ROW_WORDS = decode_pool_bytes(1, 1) // 4
+"""FP32 words that the fused decode form's pool has for one (token, head) row."""
+
+
+def pool_rounds(columns: int) -> Iterator[tuple[int, int]]:
+    """First column and columns of each round of a fused form that keeps score rows in its pool.
+
+    There is one round, or as many as leave the end of a row room for the keys of the best 16 columns so far.
+    """
+    carry = TOP_K * _POOL_KEY_BYTES // 4
+    step = columns if columns <= POOL_ROW_WORDS else POOL_ROW_WORDS - carry
+    for first in range(0, columns, step):
+        yield first, min(step, columns - first)
 
 
 def block_columns(max_seq_len: int) -> int:

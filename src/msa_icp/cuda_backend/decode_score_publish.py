@@ -6,23 +6,11 @@ wider. Between rounds the last words of a row carry the keys of the best 16 colu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
-from ..geometry import MAX_BLOCKS, NUM_HEADS, TOP_K, ShardLayout, decode_pool_bytes
+from ..geometry import MAX_BLOCKS, NUM_HEADS, POOL_ROW_WORDS, ShardLayout, pool_rounds
 from .decode_index_score_sharded import launch_scores
 from .topk_select_publish import kernel_for
-
-ROW_WORDS = decode_pool_bytes(1, 1) // 4
-CARRY_WORDS = 2 * TOP_K
-
-
-def _rounds(columns: int) -> Iterator[tuple[int, int]]:
-    """First column and columns of each round: one, or as many as leave a row room for the carry."""
-    step = columns if columns <= ROW_WORDS else ROW_WORDS - CARRY_WORDS
-    for first in range(0, columns, step):
-        yield first, min(step, columns - first)
 
 
 def decode_score_publish(
@@ -51,7 +39,7 @@ def decode_score_publish(
         return
     select = kernel_for(tagged=generations is not None, fused=True)
     columns = min(block_table.shape[1], MAX_BLOCKS)
-    for first, count in _rounds(columns):
+    for first, count in pool_rounds(columns):
         launch_scores(
             index_q,
             index_k,
@@ -59,8 +47,8 @@ def decode_score_publish(
             seq_lens,
             pool,
             columns=count,
-            token_stride=NUM_HEADS * ROW_WORDS,
-            head_stride=ROW_WORDS,
+            token_stride=NUM_HEADS * POOL_ROW_WORDS,
+            head_stride=POOL_ROW_WORDS,
             layout=layout,
             decode_query_len=decode_query_len,
             enable_pdl=enable_pdl,
@@ -75,8 +63,8 @@ def decode_score_publish(
                 errors.data_ptr(),
                 0 if generations is None else generations.data_ptr(),
                 count,
-                NUM_HEADS * ROW_WORDS,
-                ROW_WORDS,
+                NUM_HEADS * POOL_ROW_WORDS,
+                POOL_ROW_WORDS,
                 errors.shape[0],
                 slot,
                 layout.rank,
@@ -93,7 +81,7 @@ def decode_score_publish(
                 layout.page_size,
                 first,
                 int(first + count == columns),
-                ROW_WORDS,
+                POOL_ROW_WORDS,
             ),
             index_q.device,
             dependent=enable_pdl,

@@ -13,16 +13,14 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import MAX_BLOCKS, NUM_HEADS, TOP_K, ShardLayout, decode_pool_bytes
+from ..geometry import MAX_BLOCKS, NUM_HEADS, POOL_ROW_WORDS, ShardLayout, pool_rounds
 from .decode_index_score_sharded import launch_scores
 from .launch import FLOATS, I32, INTS, LONGS, Kernel, Target, kernel, target_of
 from .pdl import release_dependents, wait_for_predecessor
 from .ranking import TOP, best16, score_bits_of, top16
 from .topk_select_publish import HEADS, counter_of, publish_row
 
-ROW_WORDS = decode_pool_bytes(1, 1) // 4
-CARRY_WORDS = 2 * TOP_K
-POOL_ROW = tl.constexpr(ROW_WORDS)
+POOL_ROW = tl.constexpr(POOL_ROW_WORDS)
 
 
 @kernel(threads=128)
@@ -80,13 +78,6 @@ def select_round_kernel(
         )  # fmt: skip
 
 
-def _rounds(columns: int) -> Iterator[tuple[int, int]]:
-    """First column and columns of each round: one, or as many as leave a row room for the carry."""
-    step = columns if columns <= ROW_WORDS else ROW_WORDS - CARRY_WORDS
-    for first in range(0, columns, step):
-        yield first, min(step, columns - first)
-
-
 def decode_score_publish(
     index_q: Tensor,
     index_k: Tensor,
@@ -114,7 +105,7 @@ def decode_score_publish(
     tagged = generations is not None
     target = target_of(index_q.device)
     columns = min(block_table.shape[1], MAX_BLOCKS)
-    for first, count in _rounds(columns):
+    for first, count in pool_rounds(columns):
         launch_scores(
             index_q,
             index_k,
@@ -122,8 +113,8 @@ def decode_score_publish(
             seq_lens,
             pool,
             columns=count,
-            token_stride=NUM_HEADS * ROW_WORDS,
-            head_stride=ROW_WORDS,
+            token_stride=NUM_HEADS * POOL_ROW_WORDS,
+            head_stride=POOL_ROW_WORDS,
             layout=layout,
             decode_query_len=decode_query_len,
             enable_pdl=enable_pdl,
