@@ -1,11 +1,11 @@
-// The prefill scorer (contract, section 7), for one layout: PAGE and WORLD are defined by the loader.
+// The prefill scorer (contract, section 7), for one layout: PAGE, WORLD and STAGES are defined by the loader.
 //
 // A CTA does one worker's share of the plan, piece by piece. Of an item it holds the queries, up to 64 tokens of four
 // heads, as fp16 in registers: 64 rows a warp group. Keys come in tiles of 128 rows. All warps convert a tile to fp16
 // in shared memory, in a ring of kStages, and every warp group multiplies it by its queries while the next tile is
 // converted and the one after that is on its way in registers.
 //
-// Launch: CTAs (workers), kThreads threads, kSharedBytes of dynamic shared memory.
+// Launch: CTAs (workers), kThreads threads, kStages * kStageBytes of dynamic shared memory.
 
 #include "device/fragments.cuh"
 #include "device/ptx/launch.cuh"
@@ -22,7 +22,7 @@ constexpr int kGroups = 4;  // warp groups
 constexpr int kWarps = kGroups * kGroupWarps;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kGroupTokens = kItemTokens / kGroups;
-constexpr int kStages = 4;
+constexpr int kStages = STAGES;
 constexpr unsigned kNan = 0x7f7f7f7f;  // four e4m3 NaN
 
 constexpr int kTileKeys = 128;
@@ -35,7 +35,6 @@ constexpr int kCoreBytes = 128;
 constexpr int kPlaneBytes = kTileKeys / 8 * kCoreBytes;
 constexpr int kStepBytes = 2 * kPlaneBytes;
 constexpr int kStageBytes = kSteps * kStepBytes;
-constexpr int kSharedBytes = kStages * kStageBytes;
 
 struct Arguments {
   const unsigned char* q;

@@ -23,7 +23,9 @@ _NEG_INF = float("-inf")
 @functools.cache
 def kernel_for(page_size: int, world_size: int) -> Kernel:
     """The kernel of a layout."""
-    variant = Variant("index_score_sharded", (("PAGE", page_size), ("WORLD", world_size)))
+    variant = Variant(
+        "index_score_sharded", (("PAGE", page_size), ("WORLD", world_size), ("STAGES", _STAGES))
+    )
     return Kernel(variant, _THREADS, _WORDS, shared_bytes=_SHARED_BYTES)
 
 

@@ -7,6 +7,7 @@
 
 #include "device/ptx/launch.cuh"
 #include "device/ranking.cuh"
+#include "device/rows.cuh"
 #include "device/waiting.cuh"
 
 constexpr int kLegacy = 0;
@@ -15,8 +16,6 @@ constexpr int kPrefill = 2;
 constexpr int kThreads = WORLD * kWarpSize;
 constexpr int kCandidates = WORLD * kTop;
 constexpr int kSharers = kThreads / kCandidates;  // threads a candidate
-constexpr int kReadyWord = 32;
-constexpr int kReady = 1;
 
 struct Arguments {
   void* rows;

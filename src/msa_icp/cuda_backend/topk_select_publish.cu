@@ -7,15 +7,12 @@
 
 #include "device/ptx/launch.cuh"
 #include "device/ranking.cuh"
+#include "device/rows.cuh"
 #include "device/waiting.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kSplit = kThreads / kTop;
 constexpr int kAtOnce = 8;  // scores of a thread on their way
-constexpr int kLegacyWords = 33;
-constexpr int kTaggedWords = 32;
-constexpr int kReadyWord = 32;
-constexpr int kReady = 1;
 
 struct Arguments {
   const float* scores;

@@ -9,7 +9,6 @@
 #include "device/shard.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kDim = 128;
 constexpr int kKeyThreads = kDim / sizeof(Words);
 constexpr int kCtaKeys = kThreads / kKeyThreads;
 

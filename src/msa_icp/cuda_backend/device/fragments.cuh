@@ -6,9 +6,8 @@
 
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "shard.cuh"
 
-constexpr int kHeads = 4;
-constexpr int kDim = 128;
 constexpr int kSteps = kDim / 16;
 constexpr int kGroup = 8;  // query rows of one matrix instruction
 constexpr int kHalf = kDim / 2;

@@ -1,5 +1,8 @@
 // Section 2 of the contract for one layout: which key a local row of a page is.
 
+constexpr int kHeads = 4;
+constexpr int kDim = 128;  // and bytes, of a key or a query
+
 template <int kPage, int kWorld>
 struct Shard {
   static constexpr int kRows = kPage / kWorld;
