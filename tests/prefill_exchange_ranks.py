@@ -123,13 +123,16 @@ def groups_of_two(rank: int, world_size: int, folder: Path) -> list[Any]:
     return [*found, refusal(*buffers(2, 6, True)[1:], theirs)]
 
 
-def a_rank_dies(rank: int, world_size: int, folder: Path, dead: int) -> dict[str, Any]:
-    """One rank is killed after two layers; the others say which."""
+def a_rank_dies(rank: int, world_size: int, folder: Path, dead: int, order: int) -> dict[str, Any]:
+    """One rank is killed after two layers; the others say which, whoever comes first (`order`: 1 or -1)."""
     wrong = [one_exchange(rank, world_size, 4, layer, True) for layer in range(2)]
     dist.barrier()
+    # Rank 0, if it lives, waits when the death comes, and for ranks that know of it before they begin.
     if rank == dead:
+        time.sleep(0.15)
         os.kill(os.getpid(), signal.SIGKILL)
     _, carrier, received = buffers(world_size, 4, True)
+    time.sleep(0.3 * ((order * rank) % world_size))
     began = time.monotonic()
     try:
         msa_icp.exchange_prefill(carrier, received)
@@ -137,10 +140,6 @@ def a_rank_dies(rank: int, world_size: int, folder: Path, dead: int) -> dict[str
     except RuntimeError as caught:
         error = str(caught)
     seconds = time.monotonic() - began
-    (folder / f"done-{rank}").touch()
-    # A rank that leaves looks dead to one that has not come as far.
-    while sum(1 for _ in folder.glob("done-*")) < world_size - 1 and time.monotonic() - began < 60:
-        time.sleep(0.01)
     return {"wrong": wrong, "error": error, "seconds": seconds}
 
 

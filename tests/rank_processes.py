@@ -99,10 +99,14 @@ def run_ranks(
         process.start()
     try:
         until = time.monotonic() + HANGS_AFTER_S
+        while working := [
+            r for r, process in enumerate(ranks) if process.is_alive() and not _ended(folder, r)
+        ]:
+            assert time.monotonic() < until, f"ranks {working} hang"
+            time.sleep(0.02)
+        (folder / "leave").touch()
         for process in ranks:
             process.join(max(0.0, until - time.monotonic()))
-        alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-        assert not alive, f"ranks {alive} hang"
     finally:
         for process in ranks:
             if process.is_alive():
@@ -132,11 +136,26 @@ def _body(scenario, rank: int, world_size: int, folder: Path, arguments, place: 
         elif place.device == "cuda":
             _measure_polls(world_size)
         result = scenario(rank, world_size, folder, *arguments)
-        (folder / f"result-{rank}.json").write_text(json.dumps(result))
+        _write(folder / f"result-{rank}.json", json.dumps(result))
     except BaseException:
-        (folder / f"error-{rank}").write_text(traceback.format_exc())
+        _write(folder / f"error-{rank}", traceback.format_exc())
+    # A rank that leaves looks dead to one that has not come as far, even to one that still joins the group.
+    until = time.monotonic() + HANGS_AFTER_S
+    while not (folder / "leave").exists() and time.monotonic() < until:
+        time.sleep(0.02)
     # Not through the teardown of a group that has lost a rank.
     os._exit(0)
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: the parent looks for the name."""
+    draft = path.with_name(f"draft-{path.name}")
+    draft.write_text(text)
+    draft.rename(path)
+
+
+def _ended(folder: Path, rank: int) -> bool:
+    return (folder / f"result-{rank}.json").exists() or (folder / f"error-{rank}").exists()
 
 
 def _to_card(rank: int, world_size: int, backend: str, *, processes: int) -> None:

@@ -44,9 +44,9 @@ def test_groups_of_a_larger_job(tmp_path):
 
 
 @on_linux
-@pytest.mark.parametrize(("world_size", "dead"), [(2, 0), (4, 2)])
-def test_a_killed_rank_is_named(world_size, dead, tmp_path):
-    results = run_ranks(ranks.a_rank_dies, world_size, tmp_path, dead)
+@pytest.mark.parametrize(("world_size", "dead", "order"), [(2, 0, 1), (4, 2, 1), (4, 2, -1), (4, 0, 1)])
+def test_a_killed_rank_is_named(world_size, dead, order, tmp_path):
+    results = run_ranks(ranks.a_rank_dies, world_size, tmp_path, dead, order)
     assert results[dead] is None
     for found in results[:dead] + results[dead + 1 :]:
         assert found["wrong"] == [RIGHT] * 2

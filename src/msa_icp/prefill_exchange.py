@@ -52,9 +52,9 @@ def exchange_prefill(
     Raises:
         ValueError: an argument breaks a rule, or the group has no backend for the device; nothing was sent.
         RuntimeError: `torch.distributed` is not initialised; or, on a CPU, a rank is gone, or did not come
-            within the group's timeout, and the message says which. `received` means nothing then, and may be
-            written until the group is destroyed. With NCCL the call has returned by then: the group's own
-            watchdog finds out, in the way that it is set up for.
+            within the group's timeout, and the message says which. `received` means nothing then; it may be
+            written, and `carrier` read, until the group is destroyed. With NCCL the call has returned by
+            then: the group's own watchdog finds out, in the way that it is set up for.
     """
     if isinstance(carrier, Tensor):
         _over_group(carrier, received, group)
@@ -82,8 +82,7 @@ def _over_group(
     _check_backend(members, carrier.device.type)
     if carrier.shape[1] == 0:
         return
-    operations = list(_operations(carrier, rows, members, world_size, rank))
-    works = _start(operations, world_size)
+    works = _start(list(_operations(carrier, rows, members, world_size, rank)), world_size)
     rows[rank].copy_(carrier[_owned(rank, world_size)])
     for peer, work in works:
         with _a_rank_may_be_gone(peer, world_size):
@@ -140,10 +139,16 @@ def _start(operations: list[dist.P2POp], world_size: int) -> list[tuple[int | No
         with _a_rank_may_be_gone(None, world_size):
             return [(None, work) for work in dist.batch_isend_irecv(operations)]
     works: list[tuple[int | None, dist.Work]] = []
+    failure = None
     for one in operations:  # one by one: if it fails here, it is known whose it was
         side = {"group_src" if one.op is dist.irecv else "group_dst": one.group_peer}
-        with _a_rank_may_be_gone(one.group_peer, world_size):
-            works.append((one.group_peer, one.op(one.tensor, group=one.group, tag=one.tag, **side)))
+        try:
+            with _a_rank_may_be_gone(one.group_peer, world_size):
+                works.append((one.group_peer, one.op(one.tensor, group=one.group, tag=one.tag, **side)))
+        except RuntimeError as error:  # the living get their rows all the same, or they would blame this rank
+            failure = failure or error
+    if failure is not None:
+        raise failure
     return works
 
 

@@ -134,4 +134,9 @@ MUTANTS = (
         (("symmetric_memory.py", 'os.environ[NO_MULTICAST] = "1"', 'os.environ[NO_MULTICAST] = "0"'),),
         ("test_symmetric_memory.py", "-k", "both_forms and 2"),
     ),
+    Mutant(
+        "a rank that finds another dead leaves the living without its rows",
+        (("prefill_exchange.py", "failure = failure or error", "raise error"),),
+        ("test_exchange_prefill.py", "-k", "killed_rank"),
+    ),
 )
