@@ -24,6 +24,7 @@ from .api import (
 )
 from .cache import num_valid_pages, shard_index_keys
 from .dispatch import backends, is_supported, warmup
+from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from .prefill_exchange import exchange_prefill
 from .prefill_plan import MSAIcpScorePlan
 from .storage import IcpTimeoutError, LocalGroup, ReceiveStorage
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "IcpTimeoutError",
     "LocalGroup",
+    "MSAIcpIndexerPlan",
     "MSAIcpScorePlan",
     "ReceiveStorage",
     "backends",
@@ -54,6 +56,7 @@ __all__ = [
     "msa_icp_topk_select_prefill",
     "msa_icp_topk_select_publish",
     "num_valid_pages",
+    "prepare_msa_icp_indexer",
     "shard_index_keys",
     "warmup",
     "write_index_keys",
