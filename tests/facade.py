@@ -116,7 +116,7 @@ def run_in_turn(launches: Sequence[Sequence[Any]]) -> None:
 class Prefill:
     """A prefill window of every rank, and what each has for it."""
 
-    def __init__(self, case: PrefillCase, backend: str, device: str) -> None:
+    def __init__(self, case: PrefillCase, backend: str, device: str, **changes: Any) -> None:
         world = case.world_size
         self.case = case
         self.plans = [
@@ -128,6 +128,7 @@ class Prefill:
                 device=device,
                 init_blocks=case.init_blocks,
                 local_blocks=case.local_blocks,
+                **changes,
             )
             for rank in range(world)
         ]

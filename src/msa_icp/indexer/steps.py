@@ -32,11 +32,7 @@ class _Layers:
 
     def check(self, index_q: Tensor, index_k: Tensor) -> None:
         """ValueError where a layer differs from the first in anything but its memory."""
-        found: tuple[Any, Any]
-        try:
-            found = _describe(index_q), _describe(index_k)
-        except (AttributeError, RuntimeError):  # no dense tensor: the call that is recorded words it
-            found = (type(index_q), type(index_k))
+        found = _describe(index_q), _describe(index_k)
         if self._first is None or found == self._first:
             self._first = found
             return
@@ -49,8 +45,11 @@ class _Layers:
         self._first = None
 
 
-def _describe(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNED
+def _describe(tensor: Tensor) -> Any:
+    try:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNED
+    except (AttributeError, RuntimeError):  # no dense tensor: of a first layer the call says what is wrong
+        return type(tensor)
 
 
 def _words(described: Any) -> str:
