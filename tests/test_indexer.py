@@ -176,6 +176,8 @@ def test_ranks_in_threads(tagged):
 def test_a_missing_peer_ends_within_the_limit_of_the_plan():
     ranks = Decode(batch(), "torch", "cpu", spin_limit=SHORT_SPIN)
     arguments = ranks.arguments(0, tagged=True, slot=2)
+    step = ranks.steps(tagged=True)[0].record(ranks.queries, ranks.keys[0], slot=2)
+    assert [one.arguments[-1].get("spin_limit") for one in step] == [None, SHORT_SPIN, SHORT_SPIN]
     ranks.plans[0].decode(ranks.queries, ranks.keys[0], *ranks.buffers(0), **arguments)
     assert (ranks.outputs[0] == -1).all()
     with pytest.raises(msa_icp.IcpTimeoutError, match="slot set 2: rank 1"):

@@ -47,12 +47,6 @@ class Halves:
     def record(self, index_q, index_k, *, slot):
         return self.step.record(index_q, index_k, slot=slot)[self.part]
 
-    def prepared(self, slot):
-        return self.step.prepared(slot)[self.part]
-
-    def check(self, index_q, index_k):
-        self.step.check(index_q, index_k)
-
 
 class Caches:
     """For every rank a cache for its publishes, and one for its merges."""
@@ -97,7 +91,7 @@ def test_layers_become_graphs_and_stay_right(backend, device, tagged, stand_in):
     ranks = Decode(batch(), backend, device)
     for plan in ranks.plans:
         plan.warmup()
-    caches = Caches(ranks, capture_after=1)
+    caches = Caches(ranks, capture_after=1, max_keys=1)
     keys = {layer: layer_inputs(ranks, layer)[1] for layer in range(4)}
     slot = 0
     for step_number in range(9):
@@ -233,6 +227,8 @@ def test_a_replay_refuses_a_layer_unlike_the_first(stand_in):
     step.run(0, ranks.queries, ranks.keys[0])
     with pytest.raises(ValueError, match=r"^index_q: must be like the first layer's"):
         step.run(0, ranks.queries.float(), ranks.keys[0])
+    with pytest.raises(ValueError, match=r"^index_q: .* on meta"):
+        step.run(0, ranks.queries.to("meta"), ranks.keys[0])
     with pytest.raises(ValueError, match=r"^index_k: must be like the first layer's"):
         step.run(0, ranks.queries, ranks.keys[0][1:])
     assert numbers(cache) == (0, 1, 0, 0)

@@ -142,7 +142,7 @@ class MSAIcpGraphStep:
         self._exchange = exchange
         self._exchange_key = exchange_key
         self._decode_tokens = decode_tokens
-        self._step_keys: dict[int, Hashable] = {}
+        self._step_key: Hashable = None
 
     def run(self, layer: int, index_q: Tensor, index_k: Tensor, *, slot: int = 0) -> None:
         """A layer: the decode rows, then the prefill rows.
@@ -157,22 +157,21 @@ class MSAIcpGraphStep:
             ValueError: as the prepared steps do; nothing has been launched.
         """
         cache = self._cache
-        if (known := self._step_keys.get(slot)) is None:
-            self._bind(index_q, index_k, slot)
-            known = self._step_keys[slot] = self._key(slot)
-        place = (layer, slot, index_q.shape, index_q.dtype, identity(index_k))
-        state = cache.layer(known, place)
+        if self._step_key is None:
+            self._step_key = self._key(index_q, index_k)
+        query = index_q.shape, index_q.stride(), index_q.dtype, index_q.device
+        state = cache.layer(self._step_key, (layer, slot, query, identity(index_k)))
         if state.graph is None and not cache.may_capture(state):
             self._launch(index_q, index_k, slot)
             cache.stats.eager_layers += 1
         else:
+            if state.graph is None:
+                self._bind(index_q, index_k, slot)  # checks what the graph does not read, as it is copied
             staged = cache.staging(index_q)
             if state.graph is None:
-                # What the launches are captured with stays theirs: the graph reads the staging buffer.
                 state.graph = capture(lambda: self._launch(staged, index_k, slot), cache._indexer.device)
                 cache.stats.captured_layers += 1
             else:
-                self._check(index_q, index_k)
                 cache.stats.replayed_layers += 1
             staged.copy_(index_q)
             state.graph.replay()
@@ -192,14 +191,6 @@ class MSAIcpGraphStep:
             parts[2] = self._prefill.record_merge()
         return parts
 
-    def _check(self, index_q: Tensor, index_k: Tensor) -> None:
-        """As the prepared steps would, in a replay, which does not bind them."""
-        queries, prompts = self._parts(index_q)
-        if self._decode is not None:
-            self._decode.check(queries, index_k)
-        if self._prefill is not None:
-            self._prefill.check(prompts, index_k)
-
     def _launch(self, index_q: Tensor, index_k: Tensor, slot: int) -> None:
         decode, local, merge = self._bind(index_q, index_k, slot)
         launch(decode)
@@ -208,15 +199,14 @@ class MSAIcpGraphStep:
             self._exchange()
         launch(merge)
 
-    def _key(self, slot: int) -> Hashable:
-        """Of the step: every argument of every launch but the query, and the K shard, which is the
-        layer's."""
-        launches: list[Launch] = []
-        if self._decode is not None:
-            launches += self._decode.prepared(slot)
-        if self._prefill is not None:
-            launches += self._prefill.prepared()
-        return self._exchange_key, self._decode_tokens, *(one.key() for one in launches)
+    def _key(self, index_q: Tensor, index_k: Tensor) -> Hashable:
+        """Of the step: every argument of every launch but the query and the K shard, which is the layer's.
+
+        For one slot set, whichever comes first: what the others launch follows from its number.
+        """
+        parts = self._bind(index_q, index_k, 0)
+        launches = (one.key() for part in parts for one in part)
+        return self._exchange_key, self._decode_tokens, *launches
 
 
 # ---------------------------------------------------------------- graphs of the device

@@ -125,14 +125,6 @@ class MSAIcpDecodeStep:
             _compare(launches, self._call(index_q, index_k, slot))
         return launches
 
-    def check(self, index_q: Tensor, index_k: Tensor) -> None:
-        """ValueError where a layer is not like the first one."""
-        self._layers.check(index_q, index_k)
-
-    def prepared(self, slot: int) -> list[Launch]:
-        """The launches of a slot set that has been recorded, bound to whichever layer was the last."""
-        return self._by_slot[slot]
-
     def _call(self, index_q: Tensor, index_k: Tensor, slot: int) -> list[Launch]:
         return chains.decode(self._indexer, index_q, index_k, *self._buffers, slot=slot, **self._arguments)
 
@@ -216,14 +208,6 @@ class MSAIcpPrefillStep:
         if self._debug:
             _compare(self._merge, self._call_merge())
         return self._merge
-
-    def check(self, index_q: Tensor, index_k: Tensor) -> None:
-        """ValueError where a layer is not like the first one."""
-        self._layers.check(index_q, index_k)
-
-    def prepared(self) -> list[Launch]:
-        """The launches that have been recorded, bound to whichever layer was the last."""
-        return [*(self._local or ()), *(self._merge or ())]
 
     def _call_local(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
         checks.tensor("index_q", index_q, checks.FP8, (self.tokens, "H", "D"), device=self._indexer.device)
