@@ -67,6 +67,8 @@ SIGNATURES = {
     "backends": "device",
     "is_supported": "device",
     "warmup": "device, backend='cake'",
+    "install": "",
+    "uninstall": "",
 }
 
 

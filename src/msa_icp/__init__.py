@@ -1,7 +1,7 @@
 """Index context parallelism for MiniMax sparse attention.
 
 The names of `flashinfer.msa_ops`' `msa_icp_*` functions with the same signatures, for every device
-that a backend serves; `backends(device)` tells which.
+that a backend serves; `backends(device)` tells which. `install()` puts them behind FlashInfer's own names.
 """
 
 from .api import (
@@ -27,6 +27,7 @@ from .dispatch import backends, is_supported, warmup
 from .prefill_exchange import exchange_prefill
 from .prefill_plan import MSAIcpScorePlan
 from .storage import IcpTimeoutError, LocalGroup, ReceiveStorage
+from .upstream import install, uninstall
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "ReceiveStorage",
     "backends",
     "exchange_prefill",
+    "install",
     "is_supported",
     "msa_icp_comm_layout",
     "msa_icp_decode_index_score_sharded",
@@ -55,6 +57,7 @@ __all__ = [
     "msa_icp_topk_select_publish",
     "num_valid_pages",
     "shard_index_keys",
+    "uninstall",
     "warmup",
     "write_index_keys",
 ]

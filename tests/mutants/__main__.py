@@ -19,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import bench, checks, decode, exchange, kernels, prefill, replay
+from . import bench, checks, decode, exchange, install, kernels, prefill, replay
 from .fault import Mutant
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -53,9 +53,10 @@ BASELINE = (
     "test_exchange.py",
     "test_decode_score_publish.py",
     "test_field_cases.py",
+    "test_flashinfer_install.py",
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
-    "and not no_score_rows and not test_07 and not what_comes_out",
+    "and not no_score_rows and not test_07 and not what_comes_out and not real_package and not microsecond",
 )
 
 CUDA_BASELINE = (
@@ -75,6 +76,7 @@ MUTANTS = (
     + kernels.MUTANTS
     + replay.MUTANTS
     + bench.MUTANTS
+    + install.MUTANTS
 )
 
 
