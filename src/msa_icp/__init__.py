@@ -24,6 +24,7 @@ from .api import (
 )
 from .cache import num_valid_pages, shard_index_keys
 from .dispatch import backends, is_supported, warmup
+from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from .prefill_exchange import exchange_prefill
 from .prefill_plan import MSAIcpScorePlan
 from .storage import IcpTimeoutError, LocalGroup, ReceiveStorage
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "IcpTimeoutError",
     "LocalGroup",
+    "MSAIcpIndexerPlan",
     "MSAIcpScorePlan",
     "ReceiveStorage",
     "backends",
@@ -56,6 +58,7 @@ __all__ = [
     "msa_icp_topk_select_prefill",
     "msa_icp_topk_select_publish",
     "num_valid_pages",
+    "prepare_msa_icp_indexer",
     "shard_index_keys",
     "uninstall",
     "warmup",

@@ -52,6 +52,10 @@ MAX_COLUMNS = 65535
 MAX_ITEM_COLUMNS = 2**31 - 1
 """Items times columns of a prefill window."""
 PLAN_WORKSPACE_BYTES = 32 << 20
+PREFILL_WINDOW_TOKENS = 8192
+"""Most tokens of a prefill window that the facade plans."""
+PREFILL_SCRATCH_BYTES = 256 << 20
+"""What such a window may take, at five bytes a score: four of its own, and one for whatever else there is."""
 
 _POOL_SPLITS = 128
 _POOL_KEY_BYTES = 8
@@ -150,6 +154,17 @@ def block_columns(max_seq_len: int) -> int:
 def shard_columns(columns: Any, page_size: int) -> Any:
     """Page columns, and so compact score columns, that hold so many B128 blocks."""
     return ceil_div(columns, page_size // BLOCK)
+
+
+def prefill_pitch(columns: int) -> int:
+    """Columns of the score rows of a prefill window: whole groups of 64 bytes."""
+    return int(ceil_div(columns, 16)) * 16
+
+
+def prefill_chunk_tokens(pitch: int) -> int:
+    """Tokens of a prefill window whose score rows have that pitch."""
+    fit = PREFILL_SCRATCH_BYTES // (5 * NUM_HEADS * pitch) // BLOCK * BLOCK
+    return min(PREFILL_WINDOW_TOKENS, max(BLOCK, fit))
 
 
 def prefill_items(total_q: int, batch: int) -> int:

@@ -6,6 +6,7 @@ are not checked here: the kernels never trust them with an address.
 """
 
 from .arguments import (
+    FP8,
     at_least,
     device,
     flag,
@@ -45,6 +46,7 @@ from .prefill import (
 )
 
 __all__ = [
+    "FP8",
     "at_least",
     "decode_inputs",
     "decode_score",

@@ -60,7 +60,7 @@ def _groups(query_len: int) -> int:
 def _kernel(source: str, layout: tuple[int, int], groups: int, **constants: int) -> Kernel:
     page_size, world_size = layout
     all_constants = {"PAGE": page_size, "WORLD": world_size, "GROUPS": groups, **constants}
-    return Kernel(Variant(source, tuple(all_constants.items())), _THREADS, _WORDS)
+    return Kernel(Variant(source, tuple(all_constants.items())), _THREADS, _WORDS, takes_query=True)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def kernel_for(page_size: int, world_size: int) -> Kernel:
     variant = Variant(
         "index_score_sharded", (("PAGE", page_size), ("WORLD", world_size), ("STAGES", _STAGES))
     )
-    return Kernel(variant, _THREADS, _WORDS, shared_bytes=_SHARED_BYTES)
+    return Kernel(variant, _THREADS, _WORDS, shared_bytes=_SHARED_BYTES, takes_query=True)
 
 
 def kernels() -> Iterator[Kernel]:

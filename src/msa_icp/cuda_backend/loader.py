@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from ..launches import Launch, recorder
+
 SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
 PTX_HEADERS = SOURCES / "device" / "ptx"
@@ -131,11 +133,17 @@ def _disk_cache() -> Any:
 class Kernel:
     """A variant that can be launched."""
 
-    def __init__(self, variant: Variant, threads: int, words: int, shared_bytes: int = 0) -> None:
-        """`words` of arguments; `shared_bytes` of dynamic shared memory."""
+    def __init__(
+        self, variant: Variant, threads: int, words: int, shared_bytes: int = 0, *, takes_query: bool = False
+    ) -> None:
+        """`words` of arguments, `shared_bytes` of dynamic shared memory.
+
+        `takes_query`: the first two words are the addresses of the query and the K shard.
+        """
         self.variant = variant
         self.threads = threads
         self.shared_bytes = shared_bytes
+        self.takes_query = takes_query
         self._words = struct.Struct(f"{words}q")
         self._loaded: dict[int, Any] = {}
         self._code: dict[int, Any] = {}
@@ -146,6 +154,21 @@ class Kernel:
         self, grid: tuple[int, int, int], words: Sequence[int], device: torch.device, *, dependent: bool
     ) -> None:
         """Launch on the current stream of `device`; `dependent` means programmatic dependent launch."""
+        if recorder.launches is None:
+            self.launch(grid, words, device, dependent)
+            return
+
+        def again(grid: Any, words: list[int]) -> None:
+            self.launch(grid, words, device, dependent)
+
+        recorder.launches.append(
+            Launch(self.variant, again, words, grid=grid, takes_query=self.takes_query, addresses=True)
+        )
+
+    def launch(
+        self, grid: tuple[int, int, int], words: Sequence[int], device: torch.device, dependent: bool
+    ) -> None:
+        """Launch, whether the thread records or not."""
         with _current(device):
             function = self._loaded.get(device.index)
             if function is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import launches
 from ..geometry import HEAD_DIM, NUM_HEADS, ShardLayout
 from .exact import NEG_INF, TILE_ROWS, Scratch, exact_keys, exact_queries, scratch_of
 
@@ -26,6 +27,7 @@ class _Items:
     readable: Tensor  # bool: the page exists, in the sequence, the table and the cache
 
 
+@launches.tensor_code(takes_query=True)
 def decode_index_score_sharded(
     index_q: Tensor,
     index_k: Tensor,

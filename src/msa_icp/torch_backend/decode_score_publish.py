@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import launches
 from ..geometry import MAX_BLOCKS, NUM_HEADS, ShardLayout
 from .decode_index_score_sharded import decode_index_score_sharded
 from .topk_select_publish import topk_select_publish
 
 
+@launches.tensor_code(takes_query=True)
 def decode_score_publish(
     index_q: Tensor,
     index_k: Tensor,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import launches
 from ..geometry import BLOCK, HEAD_DIM, ITEM_TOKENS, NUM_HEADS, ShardLayout, ceil_div
 from ..prefill_plan import MSAIcpScorePlan
 from .exact import NEG_INF, TILE_ROWS, exact_keys, exact_queries, scratch_of
@@ -65,6 +66,7 @@ class Columns:
         return columns
 
 
+@launches.tensor_code(takes_query=True)
 def index_score_sharded(
     q: Tensor,
     k: Tensor,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import launches
 from ..prefill_plan import plan_words
 
 
+@launches.tensor_code(takes_query=False)
 def index_score_sharded_plan_device(
     qo_segment_lens: Tensor,
     kv_segment_lens: Tensor,

@@ -8,12 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import rows
+from .. import launches, rows
 from ..geometry import MAX_BLOCKS
 from .ranking import NOT_A_CANDIDATE, best16, ranking_keys
 from .waiting import fence, record_failures, wait
 
 
+@launches.tensor_code(takes_query=False)
 def merge_candidates(
     recv_slot: Tensor,
     num_valid_pages: Tensor,

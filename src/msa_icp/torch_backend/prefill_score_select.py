@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import launches
 from ..geometry import NUM_HEADS, ShardLayout
 from ..prefill_plan import MSAIcpScorePlan
 from .exact import NEG_INF
@@ -15,6 +16,7 @@ CHUNK_SCORES = 1 << 23
 """Scores kept at a time, 32 MiB: those of 256 tokens over a million keys."""
 
 
+@launches.tensor_code(takes_query=True)
 def prefill_score_select(
     q: Tensor,
     k: Tensor,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import rows
+from .. import launches, rows
 from .ranking import select_top16
 
 CHUNK_SCORES = 1 << 18
 """Scores ranked at a time: their ranking keys, and what they are computed from, are 2 MiB each."""
 
 
+@launches.tensor_code(takes_query=False)
 def topk_select_prefill(
     scores: Tensor,
     num_valid_pages: Tensor,

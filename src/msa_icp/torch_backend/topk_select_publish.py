@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import geometry, rows
+from .. import geometry, launches, rows
 from .ranking import select_top16
 from .waiting import fence, memory, record_failures, wait
 
 
+@launches.tensor_code(takes_query=False)
 def topk_select_publish(
     scores: Tensor,
     num_valid_pages: Tensor,

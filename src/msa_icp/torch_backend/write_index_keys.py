@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import launches
 from ..geometry import ShardLayout
 
 
+@launches.tensor_code(takes_query=False)
 def write_index_keys(
     keys: Tensor,
     positions: Tensor,

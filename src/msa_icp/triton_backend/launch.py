@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launches import Launch, recorder
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether the kernels run interpreted, on CPU tensors; Triton reads TRITON_INTERPRET at their definition."""
 
@@ -106,6 +108,7 @@ class Kernel:
         self.constants = [p.name for p in parameters if p.annotation is tl.constexpr]
         self.pointers = sum(isinstance(kind, tl.pointer_type) for kind in self.types.values())
         self.aligned = tuple(aligned)
+        self.takes_query = tuple(self.types)[:2] in (("index_q", "index_k"), ("q", "k"))
         plain = [name for name in self.types if name not in aligned]
         self.function = triton.jit(function, do_not_specialize=plain, do_not_specialize_on_alignment=plain)
         self.threads = threads
@@ -120,6 +123,32 @@ class Kernel:
         device: torch.device,
     ) -> None:
         """Launch on the current stream of `device`; `constants` are what the constexpr parameters are."""
+        if recorder.launches is None:
+            self.launch(grid, arguments, constants, device)
+            return
+
+        def again(grid: tuple[int, ...], arguments: list[Any]) -> None:
+            self.launch(grid, arguments, constants, device)
+
+        recorder.launches.append(
+            Launch(
+                (self.function.__name__, constants),
+                again,
+                arguments,
+                grid=grid,
+                takes_query=self.takes_query,
+                addresses=False,
+            )
+        )
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        constants: tuple[Any, ...],
+        device: torch.device,
+    ) -> None:
+        """Launch, whether the thread records or not."""
         if INTERPRETED:
             self.function[grid](*map(_interpreted, arguments, self.types.values()), *constants)
             return

@@ -1,0 +1,235 @@
+"""The chains of a layer as launches: what the plan's methods launch, and the prepared steps keep.
+
+Each function makes the calls of one half of a layer while they are recorded (`launches.py`). So all of
+them are checked before the first one is launched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import api, checks
+from ..geometry import BLOCK, SLOT_SETS
+from ..launches import Launch, recording
+from ..prefill_plan import MSAIcpScorePlan
+from .comm import Comm, RowForm
+
+if TYPE_CHECKING:
+    from .plan import MSAIcpIndexerPlan
+
+
+def decode(
+    plan: MSAIcpIndexerPlan,
+    index_q: Tensor,
+    index_k: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_valid_pages: Tensor,
+    scores: Tensor | None,
+    output: Tensor,
+    *,
+    comm: Comm,
+    slot: int,
+    tagged: bool,
+    decode_query_len: int,
+    enable_pdl: bool = True,
+    pool: Tensor | None = None,
+    publish: bool = True,
+    merge: bool = True,
+) -> list[Launch]:
+    """Of `MSAIcpIndexerPlan.decode`, or of a half of it."""
+    checks.flag("tagged", tagged)
+    if tagged and plan.num_sparse_layers < 2:
+        must_be = "False with fewer than 2 sparse layers: uses of a slot set would be too close"
+        checks.refuse("tagged", must_be, f"True with num_sparse_layers={plan.num_sparse_layers}")
+    slot = checks.integer("slot", slot, 0, SLOT_SETS - 1)
+    checks.integer("decode_query_len", decode_query_len, 1, plan.max_decode_query_len)
+    checked = plan.checked(comm)
+    rows = checked.forms[tagged]
+    with recording() as launches:
+        if publish:
+            _publish(
+                plan,
+                (index_q, index_k, block_table, seq_lens),
+                num_valid_pages,
+                scores,
+                _pool_for(plan, pool, block_table),
+                rows,
+                checked.errors,
+                slot=slot,
+                decode_query_len=decode_query_len,
+                enable_pdl=enable_pdl,
+            )
+        if merge:
+            api.msa_icp_merge_candidates(
+                rows.received[slot],
+                num_valid_pages,
+                output,
+                checked.errors,
+                init_blocks=plan.init_blocks,
+                local_blocks=plan.local_blocks,
+                spin_limit=plan.spin_limit,
+                enable_pdl=enable_pdl,
+                expected_generations=rows.expected[slot],
+                backend=plan.backend,
+            )
+    return launches
+
+
+def _pool_for(plan: MSAIcpIndexerPlan, pool: Tensor | None, block_table: Tensor) -> Tensor | None:
+    """The caller's pool, or the plan's own from its number of requests on."""
+    if pool is not None or plan.fused_decode_min_batch is None:
+        return pool
+    requests = checks.tensor("block_table", block_table, torch.int32, ("B", "columns")).shape[0]
+    return plan.pool if requests >= plan.fused_decode_min_batch else None
+
+
+def _publish(
+    plan: MSAIcpIndexerPlan,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    num_valid_pages: Tensor,
+    scores: Tensor | None,
+    pool: Tensor | None,
+    rows: RowForm,
+    errors: Tensor,
+    *,
+    slot: int,
+    decode_query_len: int,
+    enable_pdl: bool,
+) -> None:
+    shard: dict[str, Any] = {"rank": plan.rank, "world_size": plan.world_size, "page_size": plan.page_size}
+    target: dict[str, Any] = {
+        "slot": slot,
+        "capacity": plan.max_decode_tokens,
+        "force_begin_blocks": plan.init_blocks,
+        "force_end_blocks": plan.local_blocks,
+        "spin_limit": plan.spin_limit,
+        "generations": rows.generations,
+        "enable_pdl": enable_pdl,
+        "backend": plan.backend,
+    }
+    index_q, index_k, block_table, seq_lens = inputs
+    if pool is not None:
+        api.msa_icp_decode_score_publish(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            pool,
+            rows.bases,
+            errors,
+            decode_query_len=decode_query_len,
+            **shard,
+            **target,
+        )
+        return
+    own = _first_rows("scores", scores, index_q)
+    api.msa_icp_decode_index_score_sharded(
+        index_q,
+        index_k,
+        block_table,
+        seq_lens,
+        own,
+        decode_query_len=decode_query_len,
+        max_decode_query_len=plan.max_decode_query_len,
+        enable_pdl=enable_pdl,
+        backend=plan.backend,
+        **shard,
+    )
+    api.msa_icp_topk_select_publish(
+        own,
+        num_valid_pages,
+        rows.bases,
+        errors,
+        rank=plan.rank,
+        world_size=plan.world_size,
+        heads_per_rank=plan.heads_per_rank,
+        index_scale=plan.index_scale,
+        index_offset=plan.index_offset,
+        **target,
+    )
+
+
+def prefill_local(
+    plan: MSAIcpIndexerPlan,
+    query: Tensor,
+    index_k: Tensor,
+    block_table: Tensor,
+    window_plan: MSAIcpScorePlan,
+    score_scratch: Tensor | None,
+    num_valid_pages: Tensor,
+    carrier_view: Tensor,
+    *,
+    pool: Tensor | None = None,
+) -> list[Launch]:
+    """Of `MSAIcpIndexerPlan.prefill_local`."""
+    shard: dict[str, Any] = {
+        "rank": plan.rank,
+        "tp": plan.world_size,
+        "compact": plan.page_size != BLOCK,
+        "backend": plan.backend,
+    }
+    forced: dict[str, Any] = {
+        "force_begin_blocks": plan.init_blocks,
+        "force_end_blocks": plan.local_blocks,
+    }
+    with recording() as launches:
+        if pool is not None:
+            api.msa_icp_prefill_score_select(
+                query,
+                index_k,
+                block_table,
+                window_plan,
+                num_valid_pages,
+                pool,
+                carrier_view,
+                **shard,
+                **forced,
+            )
+            return launches
+        if score_scratch is None:
+            checks.refuse("score_scratch", "score rows where there is no pool", None)
+        scores = _first_rows("score_scratch", score_scratch, query)
+        api.msa_icp_index_score_sharded(
+            query, index_k, block_table, window_plan, max_score=scores, initialize=False, **shard
+        )
+        api.msa_icp_topk_select_prefill(
+            scores,
+            num_valid_pages,
+            carrier_view,
+            index_scale=plan.index_scale,
+            index_offset=plan.index_offset,
+            backend=plan.backend,
+            **forced,
+        )
+    return launches
+
+
+def prefill_merge(
+    plan: MSAIcpIndexerPlan, received: Tensor, num_valid_pages: Tensor, output: Tensor
+) -> list[Launch]:
+    """Of `MSAIcpIndexerPlan.prefill_merge`."""
+    with recording() as launches:
+        api.msa_icp_merge_candidates(
+            received,
+            num_valid_pages,
+            output,
+            plan.prefill_errors,
+            init_blocks=plan.init_blocks,
+            local_blocks=plan.local_blocks,
+            prefill=True,
+            backend=plan.backend,
+        )
+    return launches
+
+
+def _first_rows(name: str, rows: Any, query: Any) -> Tensor:
+    """As many score rows as there are query tokens."""
+    found = checks.score_rows(name, rows, "at least T")
+    tokens = query.shape[0] if isinstance(query, Tensor) and query.dim() else 0
+    checks.at_least(name, found, 0, tokens)
+    return found[:tokens]

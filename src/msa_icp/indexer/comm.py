@@ -1,0 +1,94 @@
+"""The receive storage as the facade takes it: any object with the fields that section 8 names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..geometry import SLOT_SETS
+from ..launches import identity
+from .limits import Limits
+
+
+class Comm(Protocol):
+    """Receive storage of one rank, and the addresses of its peers'. `ReceiveStorage` is one."""
+
+    recv: Tensor
+    tagged_recv: Tensor
+    recv_bases: Tensor
+    tagged_recv_bases: Tensor
+    publish_generations: Tensor
+    expected_generations: Tensor
+    errors: Tensor
+
+
+FIELDS = tuple(Comm.__annotations__)
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What publish and merge take for one of the two row forms."""
+
+    bases: Tensor
+    """Addresses of every rank's rows."""
+    generations: Tensor | None
+    received: tuple[Tensor, ...]
+    """This rank's rows, by slot set."""
+    expected: tuple[Tensor | None, ...]
+    """This rank's counters, by slot set."""
+
+
+class CheckedComm:
+    """A `comm` that holds the rules, with what the calls take of it."""
+
+    def __init__(self, comm: Any, limits: Limits, device: torch.device) -> None:
+        """Checks it; ValueError names the field."""
+        self._fields = _fields(comm, limits, device)
+        self._identity = tuple(map(identity, self._fields))
+        recv, tagged_recv, bases, tagged_bases, generations, expected, errors = self._fields
+        nothing: tuple[Tensor | None, ...] = (None,) * SLOT_SETS
+        self.errors = errors
+        self.forms = (
+            RowForm(bases, None, recv.unbind(), nothing),
+            RowForm(tagged_bases, generations, tagged_recv.unbind(), expected.unbind()),
+        )
+        """By `tagged`."""
+
+    def still_describes(self, comm: Any) -> bool:
+        """Whether every field of `comm` is the tensor that was checked, where and as it was."""
+        found = tuple(getattr(comm, name, None) for name in FIELDS)
+        return all(map(_is, found, self._fields)) and tuple(map(identity, found)) == self._identity
+
+
+def _is(left: object, right: object) -> bool:
+    return left is right
+
+
+def _fields(comm: Any, limits: Limits, device: torch.device) -> tuple[Tensor, ...]:
+    layout = limits.comm_layout
+    ranks = (limits.world_size,)
+    rules: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
+        "recv": (torch.int32, layout["legacy_shape"]),
+        "tagged_recv": (torch.int64, layout["tagged_shape"]),
+        "recv_bases": (torch.int64, ranks),
+        "tagged_recv_bases": (torch.int64, ranks),
+        "publish_generations": (torch.int32, layout["generations_shape"]),
+        "expected_generations": (torch.int32, layout["expected_shape"]),
+        "errors": (torch.int32, ("words",)),
+    }
+    found = []
+    for name, (dtype, shape) in rules.items():
+        field = f"comm.{name}"
+        value = getattr(comm, name, None)
+        found.append(checks.tensor(field, value, dtype, shape, device=device, contiguous=True))
+    checks.at_least("comm.errors", found[-1], 0, 1)
+    recv, tagged_recv = found[:2]
+    distance = tagged_recv.data_ptr() - recv.data_ptr()
+    if distance != layout["tagged_offset_bytes"]:
+        must_be = f"{layout['tagged_offset_bytes']} bytes after comm.recv, in one storage"
+        checks.refuse("comm.tagged_recv", must_be, f"{distance} bytes after it")
+    return tuple(found)
