@@ -7,10 +7,14 @@ cannot be imported.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from unittest import mock
+
+import torch
+from torch import Tensor
 
 import msa_icp
 from msa_icp import cases, prefill_cases
@@ -56,6 +60,7 @@ def check(msa_ops: ModuleType) -> set[str]:
             prefill.check_case(result, window, "torch", "cpu")
             plan = prefill.plan_on_host(window, "torch", "cpu")
             assert isinstance(plan, msa_icp.MSAIcpScorePlan)
+            assert facade(engine, batch) == decode.unsharded(batch)
     assert not result.differences, result.differences
     assert not result.skipped, result.skipped
     assert min(result.scores, result.rows, result.merged) > 0
@@ -64,12 +69,51 @@ def check(msa_ops: ModuleType) -> set[str]:
     return engine.called
 
 
+def facade(engine: Engine, case: cases.DecodeCase) -> list[list[list[int]]]:
+    """`[T][4]` ids of one layer through `prepare_msa_icp_indexer`, a thread a rank."""
+    table, lens, num_valid = case.metadata()
+    outputs: list[Tensor | None] = [None] * case.world_size
+
+    def layer(comm: msa_icp.ReceiveStorage) -> None:
+        plan = engine.prepare_msa_icp_indexer(
+            world_size=case.world_size,
+            rank=comm.rank,
+            num_index_heads=cases.HEADS,
+            page_size=case.page_size,
+            init_blocks=case.init_blocks,
+            local_blocks=case.local_blocks,
+            max_decode_tokens=case.tokens,
+            max_decode_query_len=case.decode_query_len,
+            max_num_batched_tokens=case.tokens,
+            max_num_seqs=len(LENGTHS),
+            max_model_len=4096,
+            num_sparse_layers=2,
+            device="cpu",
+        )
+        scores = cases.poisoned(plan.decode_scores_shape(), torch.float32)
+        output = cases.poisoned((case.tokens, plan.heads_per_rank, 16), torch.int32)
+        tensors = case.index_q, case.shard(comm.rank), table, lens, num_valid, scores, output
+        plan.decode(*tensors, comm=comm, slot=0, tagged=True, decode_query_len=case.decode_query_len)
+        outputs[comm.rank] = output
+
+    with msa_icp.ReceiveStorage.in_process(case.world_size, capacity=case.tokens) as group:
+        threads = [threading.Thread(target=layer, args=(comm,)) for comm in group]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for comm in group:
+            comm.check()
+    return torch.cat([output for output in outputs if output is not None], dim=1).tolist()
+
+
 def main() -> int:
     try:
         from flashinfer import msa_ops
     except (ImportError, OSError) as error:
         print(f"flashinfer.msa_ops cannot be imported here: {error}")
         return NOT_HERE
+    torch.set_num_threads(1)  # every rank has a thread of its own, and they wait for each other
     before = {name: getattr(msa_ops, name) for name in msa_ops.__all__}
     msa_icp.install()
     called = check(msa_ops)

@@ -7,7 +7,6 @@ not imported, so `pip install --no-deps flashinfer-python==0.7.4` is enough, on 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import itertools
 from inspect import Parameter
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import msa_icp
+from msa_icp import indexer
 
 installed = pytest.mark.skipif(source.MISSING is not None, reason=source.MISSING or "")
 
@@ -39,24 +39,6 @@ METHODS = [
 ]
 THEIRS_ALONE = {"arch"}
 """Attributes of FlashInfer's plan that mean nothing elsewhere: the name of one of its builds."""
-
-
-def there(owner, name):
-    """`owner.name`; skipped while the facade is being built, a failure once it is public."""
-    found = getattr(owner, name, None)
-    if found is None and not hasattr(msa_icp, "prepare_msa_icp_indexer"):
-        pytest.skip(f"{getattr(owner, '__name__', owner)} has no {name} yet")
-    assert found is not None, name
-    return found
-
-
-def our_class(name):
-    if hasattr(msa_icp, name):
-        return getattr(msa_icp, name)
-    try:
-        return there(importlib.import_module("msa_icp.indexer"), name)
-    except ModuleNotFoundError:
-        return there(msa_icp, name)
 
 
 def differences(theirs: list[Parameter], ours: list[Parameter]) -> list[str]:
@@ -92,18 +74,14 @@ def bare(function) -> list[Parameter]:
 def test_every_name_is_there_in_both():
     assert source.exported("cake_icp_indexer") == set(FUNCTIONS)
     ours = {name for name in msa_icp.__all__ if name.startswith(("msa_icp_", "prepare_msa_icp"))}
-    assert ours <= set(FUNCTIONS)
-    missing = set(FUNCTIONS) - ours
-    assert not missing - {"prepare_msa_icp_indexer"}
-    if missing:
-        pytest.skip("msa_icp has no prepare_msa_icp_indexer yet")
+    assert ours == set(FUNCTIONS)
 
 
 @installed
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signatures_of_functions(name):
     theirs = source.parameters(source.functions(source.FUNCTIONS)[name])
-    assert differences(theirs, bare(there(msa_icp, name))) == []
+    assert differences(theirs, bare(getattr(msa_icp, name))) == []
 
 
 @installed
@@ -123,7 +101,7 @@ def test_fields_of_the_score_plan():
 @pytest.mark.parametrize(("of", "name"), METHODS)
 def test_signatures_of_methods(of, name):
     theirs = source.parameters(source.methods(source.classes(source.FACADE)[of])[name])
-    assert differences(theirs, bare(there(our_class(of), name))) == []
+    assert differences(theirs, bare(getattr(getattr(indexer, of), name))) == []
 
 
 @installed
@@ -141,7 +119,7 @@ def test_the_methods_that_an_engine_calls_are_among_them():
 
 @installed
 def test_attributes_of_the_indexer_plan():
-    plan = there(msa_icp, "prepare_msa_icp_indexer")(
+    plan = msa_icp.prepare_msa_icp_indexer(
         world_size=4,
         rank=1,
         num_index_heads=4,
