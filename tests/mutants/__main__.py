@@ -19,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import bench, checks, decode, exchange, indexer, kernels, prefill, replay
+from . import bench, checks, decode, exchange, indexer, install, kernels, prefill, replay
 from .fault import Mutant
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -56,9 +56,11 @@ BASELINE = (
     "test_indexer.py",
     "test_indexer_steps.py",
     "test_indexer_graphs.py",
+    "test_flashinfer_install.py",
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
-    "and not no_score_rows and not disagree and not test_07 and not what_comes_out",
+    "and not no_score_rows and not disagree and not test_07 and not what_comes_out and not real_package "
+    "and not microseconds",
 )
 
 CUDA_BASELINE = (
@@ -79,6 +81,7 @@ MUTANTS = (
     + indexer.MUTANTS
     + replay.MUTANTS
     + bench.MUTANTS
+    + install.MUTANTS
 )
 
 
