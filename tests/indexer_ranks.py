@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from facade import Decode
 from graph_stand_in import StandIn
 from rank_processes import create, here
@@ -53,3 +55,26 @@ def truth(ranks: Decode, queries: torch.Tensor, rank: int) -> torch.Tensor:
     own.queries = queries
     heads = own.plans[rank].heads_per_rank
     return own.call(tagged=True, slot=0)[:, rank * heads : (rank + 1) * heads]
+
+
+def warm_at_once(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Every rank warms up at the same time, from one cold cache, and then decodes."""
+    if here.backend == "cuda":
+        from msa_icp.cuda_backend import loader
+
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        loader._disk_cache.cache_clear()
+    ranks = Decode(batch(), here.backend, str(here.device), spin_limit=here.long)
+    plan, wrong = ranks.plans[rank], 0
+    dist.barrier()
+    plan.warmup()
+    dist.barrier()
+    with create(capacity=12) as storage:
+        ranks.group = [storage] * world_size
+        step = ranks.steps(tagged=True)[rank]
+        for _ in range(6):
+            with storage.slot_set() as slot:
+                step.run(ranks.queries, ranks.keys[rank], slot=slot)
+            wrong += not torch.equal(ranks.outputs[rank].cpu(), truth(ranks, ranks.queries, rank))
+        storage.check()
+    return {"wrong": wrong, "kept": sum(1 for _ in folder.glob("cache/**/*") if _.is_file())}

@@ -184,6 +184,16 @@ def test_ranks_may_disagree_on_eager_or_replay(place, tagged, tmp_path):
     assert found[1]["numbers"] == [0, 12, 36, 0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the ranks are processes of Linux")
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_ranks_warm_up_at_once_from_a_cold_cache(place, tmp_path):
+    if place.backend == "triton":
+        pytest.skip("Triton takes minutes for all its kernels")
+    for found in run_ranks(indexer_ranks.warm_at_once, 2, tmp_path, place=place):
+        assert found["wrong"] == 0
+        assert (found["kept"] > 0) == (place.backend == "cuda")
+
+
 @pytest.mark.parametrize(("layer", "slot"), [(4, 1), (3, 2)])
 def test_a_layer_and_a_slot_set_have_graphs_of_their_own(layer, slot, stand_in):
     ranks = Decode(batch(), "torch", "cpu")
