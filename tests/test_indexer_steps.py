@@ -161,6 +161,14 @@ def test_debug_finds_a_buffer_that_moved(backend, device):
         step.run(ranks.queries, ranks.keys[0], slot=0)
 
 
+@pytest.mark.parametrize("output", [None, torch.zeros(6, 2, 15, dtype=torch.int32), torch.zeros(6, 2, 16)])
+def test_a_wrong_output_is_named_when_the_step_is_prepared(output):
+    ranks = Decode(batch(), "torch", "cpu")
+    ranks.outputs[0] = output
+    with pytest.raises(ValueError, match=r"^output: must be"):
+        ranks.steps(tagged=True)
+
+
 # ---------------------------------------------------------------- prefill
 
 

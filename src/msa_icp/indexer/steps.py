@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..geometry import TOP_K
 from ..launches import Launch, launch
 from ..prefill_plan import MSAIcpScorePlan
 from . import chains
@@ -84,6 +85,8 @@ class MSAIcpDecodeStep:
     ) -> None:
         """`buffers` and `arguments` of `MSAIcpIndexerPlan.decode`, without what differs between layers."""
         self._indexer = indexer
+        shape = ("T", indexer.heads_per_rank, TOP_K)
+        checks.tensor("output", buffers[4], torch.int32, shape, device=indexer.device)
         self._buffers = buffers
         self._arguments = arguments
         self._debug = debug
