@@ -10,7 +10,7 @@ import sys
 import indexer_ranks
 import pytest
 import torch
-from facade import Decode, Prefill, plan_of
+from facade import Decode, Prefill, plan_of, run_in_turn
 from graph_stand_in import StandIn
 from helpers import interpreted_only_if
 from rank_processes import PLACES, run_ranks
@@ -228,6 +228,44 @@ def test_without_graphs_every_layer_is_eager():
         run_layer(caches.begin(tagged=True), 0, ranks.queries, ranks.keys, step)
         assert torch.equal(ranks.merged(), ranks.truth())
     assert caches.numbers() == {(3, 0, 0, 0)}
+
+
+def test_a_graph_is_left_alone_while_another_one_is_captured(stand_in, monkeypatch):
+    ranks = Decode(batch(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs(capture_after=0)
+    for capturing in (False, True, False):
+        monkeypatch.setattr(graphs, "can_capture", lambda device, capturing=capturing: not capturing)
+        one_rank(ranks, cache).run(0, ranks.queries, ranks.keys[0])
+    assert numbers(cache) == (1, 1, 1, 0)
+
+
+@pytest.mark.exchange
+def test_a_graph_of_the_caller_holds_calls_steps_and_layer_graphs(backend, device):
+    if device == "cpu":
+        pytest.skip("a CPU has no graphs")
+    ranks = Decode(batch(), backend, device)
+    for plan in ranks.plans:
+        plan.warmup()
+    caches, prepared = Caches(ranks, capture_after=0), ranks.steps(tagged=True)
+    run_layer(caches.begin(tagged=True), 0, ranks.queries, ranks.keys, 0)  # graphs that must not be replayed
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for half in ("decode_publish", "decode_merge"):
+            for rank, plan in enumerate(ranks.plans):
+                arguments = ranks.arguments(rank, tagged=True, slot=1)
+                getattr(plan, half)(ranks.queries, ranks.keys[rank], *ranks.buffers(rank), **arguments)
+        run_in_turn(
+            [step.record(ranks.queries, k, slot=2) for step, k in zip(prepared, ranks.keys, strict=True)]
+        )
+        run_layer(caches.begin(tagged=True), 0, ranks.queries, ranks.keys, 0)
+    assert caches.numbers() == {(1, 1, 0, 0)}
+    for seed in range(3):
+        ranks.queries.copy_(cases.exact(ranks.queries.shape, seed=seed))
+        for output in ranks.outputs:
+            output.fill_(-7)
+        graph.replay()
+        assert torch.equal(ranks.merged(), right(ranks, tagged=True))
 
 
 def test_a_replay_refuses_a_layer_unlike_the_first(stand_in):

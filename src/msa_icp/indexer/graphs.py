@@ -47,15 +47,17 @@ class MSAIcpLayerGraphs:
     """Layer graphs of one rank; made by `MSAIcpIndexerPlan.layer_graphs`. For one stream at a time.
 
     Ranks need not agree: a rank that replays and one that runs eagerly launch the same kernels. A device
-    without CUDA graphs runs every layer eagerly.
+    without CUDA graphs runs every layer eagerly, and so does one on which the caller captures a graph of its
+    own.
 
     Attributes:
+        device: the indexer's.
         stats: `eager_layers`, `captured_layers`, `replayed_layers`, `evicted_keys`; a run counts once.
     """
 
     def __init__(self, indexer: MSAIcpIndexerPlan, *, capture_after: int, max_keys: int) -> None:
         """See `MSAIcpIndexerPlan.layer_graphs`."""
-        self._indexer = indexer
+        self.device = indexer.device
         self._capture_after = checks.integer("capture_after", capture_after, 0)
         self._max_keys = checks.integer("max_keys", max_keys, 1)
         self._keys: OrderedDict[Hashable, dict[Hashable, _Layer]] = OrderedDict()
@@ -111,9 +113,9 @@ class MSAIcpLayerGraphs:
             self.stats.evicted_keys += 1
         return layers.setdefault(layer, _Layer())
 
-    def may_capture(self, layer: _Layer) -> bool:
-        """Whether the next run of a layer captures it."""
-        return layer.runs >= self._capture_after and can_capture(self._indexer.device)
+    def may_use_graphs(self, layer: _Layer) -> bool:
+        """Whether the next run of a layer is that of a graph, which may have to be captured first."""
+        return layer.runs >= self._capture_after and can_capture(self.device)
 
     def staging(self, index_q: Tensor) -> Tensor:
         """The buffer that graphs read a query of this shape from."""
@@ -161,7 +163,7 @@ class MSAIcpGraphStep:
             self._step_key = self._key(index_q, index_k)
         query = index_q.shape, index_q.stride(), index_q.dtype, index_q.device
         state = cache.layer(self._step_key, (layer, slot, query, identity(index_k)))
-        if state.graph is None and not cache.may_capture(state):
+        if not cache.may_use_graphs(state):
             self._launch(index_q, index_k, slot)
             cache.stats.eager_layers += 1
         else:
@@ -169,7 +171,7 @@ class MSAIcpGraphStep:
                 self._bind(index_q, index_k, slot)  # checks what the graph does not read, as it is copied
             staged = cache.staging(index_q)
             if state.graph is None:
-                state.graph = capture(lambda: self._launch(staged, index_k, slot), cache._indexer.device)
+                state.graph = capture(lambda: self._launch(staged, index_k, slot), cache.device)
                 cache.stats.captured_layers += 1
             else:
                 cache.stats.replayed_layers += 1
@@ -213,8 +215,8 @@ class MSAIcpGraphStep:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether the device has CUDA graphs."""
-    return device.type == "cuda"
+    """Whether the device has CUDA graphs, and none is being captured, to which the launches then belong."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -223,24 +225,10 @@ def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
     Not `torch.cuda.graph`: that synchronizes the device and collects garbage, which a serving loop must not.
     """
     graph = torch.cuda.CUDAGraph()
-    current = torch.cuda.current_stream(device)
-    aside = _capture_stream(device)
-    aside.wait_stream(current)
-    with torch.cuda.stream(aside):
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # the default one cannot be captured
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             body()
         finally:
             graph.capture_end()
-    current.wait_stream(aside)
     return graph
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nothing runs on: the default one cannot be captured."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
