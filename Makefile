@@ -4,6 +4,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 # Largest prefill window of `make bench`, in (token, key) pairs; all of them: 1e12, on a GPU.
 PAIRS ?= 1e7
+# Words for `make mutants`: --tested where `make test` has just passed, and parts of names.
+MUTANTS ?=
 
 export PYTHONUNBUFFERED = 1
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
@@ -29,7 +31,7 @@ demo: $(VENV)/demo.installed  ## replay the sample trace over four ranks, about 
 	$(VENV)/bin/msa-icp demo --report demo-report
 
 test: $(VENV)/dev.installed  ## everything that runs without a GPU
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup
 	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n auto -k triton-cpu
 	EMULATE_CUDA=1 $(VENV)/bin/python -m pytest -n auto -k cuda-cpu
 
@@ -49,7 +51,7 @@ lint: $(VENV)/dev.installed
 	$(VENV)/bin/mypy
 
 mutants: $(VENV)/dev.installed  ## planted faults, each of which must make the suite fail
-	PYTHONPATH=tests $(VENV)/bin/python -m mutants
+	PYTHONPATH=tests $(VENV)/bin/python -m mutants $(MUTANTS)
 
 clean:
 	rm -rf $(VENV) demo-report bench-results build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

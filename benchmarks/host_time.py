@@ -1,4 +1,4 @@
-"""Measure the host time of one eager call of every decode entry point, by its parts.
+"""Measure the host time of one eager call of every decode entry point, by its parts, and of a facade's layer.
 
 python benchmarks/host_time.py [--device cuda] [--name h200]
 
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     args = results.parser(__doc__, RESULTS, backends=False).parse_args()
     device = torch.device(args.device)
-    measured = list(host_time.rows(device))
+    measured = [*host_time.rows(device), *host_time.layer_rows(device)]
     facts = versions(device)
     table = Table(
         title=f"Host time of a call, us, {facts['card']}, torch {facts['torch']}, triton {facts['triton']}"

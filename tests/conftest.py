@@ -27,11 +27,27 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SLOW = [
     (name, device) for device in DEVICES for name in msa_icp.backends(device) if verify.is_slow(name, device)
 ]
+RANKS_AT_ONCE = {
+    f"test_{name}.py"
+    for name in (
+        "exchange",
+        "exchange_cuda",
+        "exchange_prefill",
+        "indexer",
+        "indexer_graphs",
+        "replay_processes",
+        "storage",
+        "storage_processes",
+        "symmetric_memory",
+    )
+}
+"""Test files with ranks in threads or in processes of their own."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "exchange: needs a backend that publishes and merges on the device")
     config.addinivalue_line("markers", "prefill(ops): needs a backend with these prefill ops, default all")
+    config.addinivalue_line("markers", "xdist_group(name): where tests run at once, one worker has them all")
     config.addinivalue_line("markers", "large: too much for interpreted kernels")
     for slow, examples in ((False, 60), (True, 3)):
         hypothesis.settings.register_profile(
@@ -79,9 +95,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Interpreted prefill kernels run in two of the four layouts: interleaved rows, and whole blocks."""
+    """Tests of ranks that run at once do so one after the other: waits must not fail for want of a processor.
+
+    Interpreted prefill kernels run in two of the four layouts: interleaved rows, and whole blocks.
+    """
     leave_out = pytest.mark.skip(reason="too much for interpreted kernels")
     for item in items:
+        if item.path.name in RANKS_AT_ONCE:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
         values = getattr(item, "callspec", None) and item.callspec.params
         if item.get_closest_marker("prefill") and values and "world_size" in values and "backend" in values:
             slow = verify.is_slow(values["backend"], values["device"])

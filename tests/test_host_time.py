@@ -36,3 +36,18 @@ def test_the_calls_are_valid_and_wait_for_nobody(backend, device):
     for call in work.calls.values():
         for _ in range(2):
             call()
+
+
+def test_a_layer_has_a_row_for_every_way(monkeypatch):
+    monkeypatch.setattr(measure, "_BURSTS", 2)
+    monkeypatch.setattr(measure, "_BURST_CALLS", 3)
+    rows = {row.op: row for row in host_time.layer_rows(torch.device("cpu"))}
+    assert list(rows) == ["layer, call", "layer, prepared step"]  # a CPU has no graphs
+    assert all(row.checks > 0 and row.whole == {} for row in rows.values())
+
+
+@pytest.mark.exchange
+def test_the_layers_are_valid_and_wait_for_nobody(backend, device):
+    layer = host_time.Layer(torch.device(device), backend)
+    for way in (layer.call, layer.step, layer.replay, layer.record_call, layer.record_step):
+        way()

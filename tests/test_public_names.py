@@ -67,6 +67,13 @@ SIGNATURES = {
     "backends": "device",
     "is_supported": "device",
     "warmup": "device, backend='cake'",
+    "prepare_msa_icp_indexer": (
+        "*, world_size, rank, num_index_heads, page_size, init_blocks, local_blocks, max_decode_tokens, "
+        "max_decode_query_len, max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, "
+        "device, backend='cake', spin_limit=67108864"
+    ),
+    "install": "",
+    "uninstall": "",
 }
 
 

@@ -1,7 +1,7 @@
 """Index context parallelism for MiniMax sparse attention.
 
 The names of `flashinfer.msa_ops`' `msa_icp_*` functions with the same signatures, for every device
-that a backend serves; `backends(device)` tells which.
+that a backend serves; `backends(device)` tells which. `install()` puts them behind FlashInfer's own names.
 """
 
 from .api import (
@@ -28,6 +28,7 @@ from .indexer import MSAIcpIndexerPlan, prepare_msa_icp_indexer
 from .prefill_exchange import exchange_prefill
 from .prefill_plan import MSAIcpScorePlan
 from .storage import IcpTimeoutError, LocalGroup, ReceiveStorage
+from .upstream import install, uninstall
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "ReceiveStorage",
     "backends",
     "exchange_prefill",
+    "install",
     "is_supported",
     "msa_icp_comm_layout",
     "msa_icp_decode_index_score_sharded",
@@ -58,6 +60,7 @@ __all__ = [
     "num_valid_pages",
     "prepare_msa_icp_indexer",
     "shard_index_keys",
+    "uninstall",
     "warmup",
     "write_index_keys",
 ]

@@ -1,4 +1,4 @@
-"""Host time of one eager call of every decode entry point, and what it is made of.
+"""Host time of one eager call of every decode entry point, and of a layer through the facade.
 
 The batch is so small that the device is done before the host: what counts is the host's work, which does not
 depend on the sizes.
@@ -17,6 +17,7 @@ import torch
 import msa_icp
 from msa_icp import ReceiveStorage, dispatch, num_valid_pages
 from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, decode_pool_bytes
+from msa_icp.indexer import chains
 
 from .measure import time_host
 
@@ -32,8 +33,9 @@ class Row:
     """Microseconds of one call, by its parts; None: not to be had here."""
 
     op: str
-    checks: float
-    """The entry point with a backend that does nothing: checks, dispatch and the calls themselves."""
+    checks: float | None
+    """The entry point with a backend that does nothing: checks, dispatch and the calls themselves. Of
+    a layer: all but its launches."""
     triton_op: float | None
     """The Triton backend's op alone, with a launcher that does nothing."""
     whole: dict[str, float]
@@ -137,6 +139,98 @@ def rows(device: torch.device) -> Iterator[Row]:
             triton_op=_triton_op(op, arguments, options, where),
             whole={name: round(time_host(work.calls[op], where), 2) for name, work in kernels.items()},
         )
+
+
+def layer_rows(device: torch.device) -> Iterator[Row]:
+    """A decode layer of the facade, three launches: as a call, as a prepared step, as a replayed graph."""
+    where = torch.empty(0, device=device).device
+    reasons = dispatch.backends(where).items()
+    names = [name for name, reason in reasons if reason is None and (name != "torch" or where.type == "cpu")]
+    layers = {name: Layer(where, name) for name in names}
+    first = next(iter(layers.values()))
+    ways: dict[str, tuple[Callable[[], None] | None, str]] = {
+        "layer, call": (first.record_call, "call"),
+        "layer, prepared step": (first.record_step, "step"),
+    }
+    if where.type == "cuda":
+        ways["layer, replayed graph"] = (None, "replay")
+    for op, (recorded, way) in ways.items():
+        yield Row(
+            op=op,
+            checks=None if recorded is None else round(time_host(recorded, where), 2),
+            triton_op=None,
+            whole={
+                name: round(time_host(getattr(layer, way), where), 2)
+                for name, layer in layers.items()
+                if where.type == "cuda"
+            },
+        )
+
+
+class Layer:
+    """A decode layer whose merge waits for nobody: one poll, and it gives up."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        self._plan = msa_icp.prepare_msa_icp_indexer(
+            world_size=LAYOUT.world_size,
+            rank=LAYOUT.rank,
+            num_index_heads=NUM_HEADS,
+            page_size=LAYOUT.page_size,
+            init_blocks=1,
+            local_blocks=1,
+            max_decode_tokens=REQUESTS,
+            max_decode_query_len=1,
+            max_num_batched_tokens=1,
+            max_num_seqs=1,
+            max_model_len=COLUMNS * LAYOUT.page_size,
+            num_sparse_layers=57,
+            device=device,
+            backend=backend,
+            spin_limit=1,
+        )
+        self._group = ReceiveStorage.in_process(LAYOUT.world_size, capacity=REQUESTS, device=device)
+
+        def e4m3(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+
+        lens = torch.full((REQUESTS,), 99, dtype=torch.int32, device=device)
+        self._layer = e4m3(REQUESTS, NUM_HEADS, HEAD_DIM), e4m3(REQUESTS, LAYOUT.rows, HEAD_DIM)
+        self._buffers = (
+            torch.zeros((REQUESTS, COLUMNS), dtype=torch.int32, device=device),
+            lens,
+            num_valid_pages(lens, 1),
+            torch.zeros(self._plan.decode_scores_shape(), device=device),
+            torch.zeros((REQUESTS, self._plan.heads_per_rank, 16), dtype=torch.int32, device=device),
+        )
+        self._arguments: dict[str, Any] = {
+            "comm": self._group[LAYOUT.rank],
+            "tagged": True,
+            "decode_query_len": 1,
+        }
+        self._plan.warmup()
+        self._step = self._plan.prepare_decode_step(*self._buffers, **self._arguments)
+        graphs = self._plan.layer_graphs(capture_after=0)
+        self._graphs = graphs.begin_step(decode=self._step, decode_tokens=REQUESTS)
+
+    def record_call(self) -> None:
+        """All of a call but its launches."""
+        chains.decode(self._plan, *self._layer, *self._buffers, slot=0, **self._arguments)
+
+    def record_step(self) -> None:
+        """All of a prepared step's layer but its launches."""
+        self._step.record(*self._layer, slot=0)
+
+    def call(self) -> None:
+        """`decode`."""
+        self._plan.decode(*self._layer, *self._buffers, slot=0, **self._arguments)
+
+    def step(self) -> None:
+        """`run` of a prepared step."""
+        self._step.run(*self._layer, slot=0)
+
+    def replay(self) -> None:
+        """`run` of a layer graph, from the second time on a replay."""
+        self._graphs.run(0, *self._layer, slot=0)
 
 
 @contextmanager

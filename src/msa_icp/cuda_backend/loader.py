@@ -144,11 +144,11 @@ class Kernel:
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.takes_query = takes_query
-        self._words = struct.Struct(f"{words}q")
+        self.words = words
         self._loaded: dict[int, Any] = {}
         self._code: dict[int, Any] = {}
         self._lock = threading.Lock()
-        self._packed = threading.local()
+        self._launchers = threading.local()
 
     def __call__(
         self, grid: tuple[int, int, int], words: Sequence[int], device: torch.device, *, dependent: bool
@@ -174,7 +174,20 @@ class Kernel:
             if function is None:
                 function = self.load(device)
             stream = torch.cuda.current_stream(device).cuda_stream
-            self._launch(function, grid, words, stream, dependent)
+            self._launcher(dependent)(function, grid, words, stream)
+
+    def _launcher(self, dependent: bool) -> _Launcher:
+        """This thread's."""
+        mine = self._launchers
+        try:
+            return mine.dependent if dependent else mine.plain  # type: ignore[no-any-return]
+        except AttributeError:
+            from cuda.core import Device
+
+            # A thread that has not used CUDA yet has no context, and torch need not have given it one.
+            Device(torch.cuda.current_device()).set_current()
+            mine.dependent, mine.plain = (_Launcher(self, dependent=flag) for flag in (True, False))
+            return self._launcher(dependent)
 
     @staticmethod
     @functools.cache
@@ -213,39 +226,46 @@ class Kernel:
             _checked(driver.cuFuncSetAttribute(function, limit, self.shared_bytes))
         return function
 
-    def _launch(
-        self, function: Any, grid: tuple[int, int, int], words: Sequence[int], stream: int, dependent: bool
-    ) -> None:
-        from cuda.bindings import driver
-        from cuda.core import Device
 
-        packed = self._packed
-        if not hasattr(packed, "buffer"):
-            # A thread that has not used CUDA yet has no context, and torch need not have given it one.
-            Device(torch.cuda.current_device()).set_current()
-            packed.buffer = ctypes.create_string_buffer(self._words.size)
-            packed.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(packed.buffer))
-            packed.address = ctypes.addressof(packed.parameters)
-            packed.configs = [self._config(dependent=False), self._config(dependent=True)]
-        self._words.pack_into(packed.buffer, 0, *words)
-        config = packed.configs[dependent]
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.hStream = driver.CUstream(stream)
-        _checked(driver.cuLaunchKernelEx(config, function, packed.address, 0))
+class _Launcher:
+    """One thread's launches of a kernel, with or without programmatic dependent launch.
 
-    def _config(self, *, dependent: bool) -> Any:
+    It keeps the driver's structs and what is in them: a field of theirs is set when it changes, and not
+    before.
+    """
+
+    def __init__(self, kernel: Kernel, *, dependent: bool) -> None:
         from cuda.bindings import driver
 
-        config = driver.CUlaunchConfig()
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes = self.shared_bytes
+        self._launch = driver.cuLaunchKernelEx
+        self._stream_type = driver.CUstream
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._words = struct.Struct(f"{kernel.words}q")
+        self._buffer = ctypes.create_string_buffer(self._words.size)
+        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
+        self._address = ctypes.addressof(self._parameters)
+        self._config = driver.CUlaunchConfig()
+        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = kernel.threads, 1, 1
+        self._config.sharedMemBytes = kernel.shared_bytes
         if dependent:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        return config
+            self._config.attrs = [attribute]
+            self._config.numAttrs = 1
+        self._grid: tuple[int, ...] = ()
+        self._stream: int | None = None
+
+    def __call__(self, function: Any, grid: tuple[int, int, int], words: Sequence[int], stream: int) -> None:
+        self._words.pack_into(self._buffer, 0, *words)
+        config = self._config
+        if grid != self._grid:
+            config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
+        if stream != self._stream:
+            config.hStream, self._stream = self._stream_type(stream), stream
+        answer = self._launch(config, function, self._address, 0)
+        if answer[0] != self._success:
+            _checked(answer)
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:

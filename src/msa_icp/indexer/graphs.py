@@ -47,15 +47,17 @@ class MSAIcpLayerGraphs:
     """Layer graphs of one rank; made by `MSAIcpIndexerPlan.layer_graphs`. For one stream at a time.
 
     Ranks need not agree: a rank that replays and one that runs eagerly launch the same kernels. A device
-    without CUDA graphs runs every layer eagerly.
+    without CUDA graphs runs every layer eagerly, and so does one on which the caller captures a graph of its
+    own.
 
     Attributes:
+        device: the indexer's.
         stats: `eager_layers`, `captured_layers`, `replayed_layers`, `evicted_keys`; a run counts once.
     """
 
     def __init__(self, indexer: MSAIcpIndexerPlan, *, capture_after: int, max_keys: int) -> None:
         """See `MSAIcpIndexerPlan.layer_graphs`."""
-        self._indexer = indexer
+        self.device = indexer.device
         self._capture_after = checks.integer("capture_after", capture_after, 0)
         self._max_keys = checks.integer("max_keys", max_keys, 1)
         self._keys: OrderedDict[Hashable, dict[Hashable, _Layer]] = OrderedDict()
@@ -111,9 +113,9 @@ class MSAIcpLayerGraphs:
             self.stats.evicted_keys += 1
         return layers.setdefault(layer, _Layer())
 
-    def may_capture(self, layer: _Layer) -> bool:
-        """Whether the next run of a layer captures it."""
-        return layer.runs >= self._capture_after and can_capture(self._indexer.device)
+    def may_use_graphs(self, layer: _Layer) -> bool:
+        """Whether the next run of a layer is that of a graph, which may have to be captured first."""
+        return layer.runs >= self._capture_after and can_capture(self.device)
 
     def staging(self, index_q: Tensor) -> Tensor:
         """The buffer that graphs read a query of this shape from."""
@@ -142,7 +144,7 @@ class MSAIcpGraphStep:
         self._exchange = exchange
         self._exchange_key = exchange_key
         self._decode_tokens = decode_tokens
-        self._step_keys: dict[int, Hashable] = {}
+        self._step_key: Hashable = None
 
     def run(self, layer: int, index_q: Tensor, index_k: Tensor, *, slot: int = 0) -> None:
         """A layer: the decode rows, then the prefill rows.
@@ -157,22 +159,21 @@ class MSAIcpGraphStep:
             ValueError: as the prepared steps do; nothing has been launched.
         """
         cache = self._cache
-        if (known := self._step_keys.get(slot)) is None:
-            self._bind(index_q, index_k, slot)
-            known = self._step_keys[slot] = self._key(slot)
-        place = (layer, slot, index_q.shape, index_q.dtype, identity(index_k))
-        state = cache.layer(known, place)
-        if state.graph is None and not cache.may_capture(state):
+        if self._step_key is None:
+            self._step_key = self._key(index_q, index_k)
+        query = index_q.shape, index_q.stride(), index_q.dtype, index_q.device
+        state = cache.layer(self._step_key, (layer, slot, query, identity(index_k)))
+        if not cache.may_use_graphs(state):
             self._launch(index_q, index_k, slot)
             cache.stats.eager_layers += 1
         else:
+            if state.graph is None:
+                self._bind(index_q, index_k, slot)  # checks what the graph does not read, as it is copied
             staged = cache.staging(index_q)
             if state.graph is None:
-                # What the launches are captured with stays theirs: the graph reads the staging buffer.
-                state.graph = capture(lambda: self._launch(staged, index_k, slot), cache._indexer.device)
+                state.graph = capture(lambda: self._launch(staged, index_k, slot), cache.device)
                 cache.stats.captured_layers += 1
             else:
-                self._check(index_q, index_k)
                 cache.stats.replayed_layers += 1
             staged.copy_(index_q)
             state.graph.replay()
@@ -192,14 +193,6 @@ class MSAIcpGraphStep:
             parts[2] = self._prefill.record_merge()
         return parts
 
-    def _check(self, index_q: Tensor, index_k: Tensor) -> None:
-        """As the prepared steps would, in a replay, which does not bind them."""
-        queries, prompts = self._parts(index_q)
-        if self._decode is not None:
-            self._decode.check(queries, index_k)
-        if self._prefill is not None:
-            self._prefill.check(prompts, index_k)
-
     def _launch(self, index_q: Tensor, index_k: Tensor, slot: int) -> None:
         decode, local, merge = self._bind(index_q, index_k, slot)
         launch(decode)
@@ -208,23 +201,22 @@ class MSAIcpGraphStep:
             self._exchange()
         launch(merge)
 
-    def _key(self, slot: int) -> Hashable:
-        """Of the step: every argument of every launch but the query, and the K shard, which is the
-        layer's."""
-        launches: list[Launch] = []
-        if self._decode is not None:
-            launches += self._decode.prepared(slot)
-        if self._prefill is not None:
-            launches += self._prefill.prepared()
-        return self._exchange_key, self._decode_tokens, *(one.key() for one in launches)
+    def _key(self, index_q: Tensor, index_k: Tensor) -> Hashable:
+        """Of the step: every argument of every launch but the query and the K shard, which is the layer's.
+
+        For one slot set, whichever comes first: what the others launch follows from its number.
+        """
+        parts = self._bind(index_q, index_k, 0)
+        launches = (one.key() for part in parts for one in part)
+        return self._exchange_key, self._decode_tokens, *launches
 
 
 # ---------------------------------------------------------------- graphs of the device
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether the device has CUDA graphs."""
-    return device.type == "cuda"
+    """Whether the device has CUDA graphs, and none is being captured, to which the launches then belong."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -233,24 +225,10 @@ def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
     Not `torch.cuda.graph`: that synchronizes the device and collects garbage, which a serving loop must not.
     """
     graph = torch.cuda.CUDAGraph()
-    current = torch.cuda.current_stream(device)
-    aside = _capture_stream(device)
-    aside.wait_stream(current)
-    with torch.cuda.stream(aside):
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # the default one cannot be captured
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             body()
         finally:
             graph.capture_end()
-    current.wait_stream(aside)
     return graph
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nothing runs on: the default one cannot be captured."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]

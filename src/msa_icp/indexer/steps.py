@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..geometry import TOP_K
 from ..launches import Launch, launch
 from ..prefill_plan import MSAIcpScorePlan
 from . import chains
@@ -32,11 +33,7 @@ class _Layers:
 
     def check(self, index_q: Tensor, index_k: Tensor) -> None:
         """ValueError where a layer differs from the first in anything but its memory."""
-        found: tuple[Any, Any]
-        try:
-            found = _describe(index_q), _describe(index_k)
-        except (AttributeError, RuntimeError):  # no dense tensor: the call that is recorded words it
-            found = (type(index_q), type(index_k))
+        found = _describe(index_q), _describe(index_k)
         if self._first is None or found == self._first:
             self._first = found
             return
@@ -49,8 +46,11 @@ class _Layers:
         self._first = None
 
 
-def _describe(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNED
+def _describe(tensor: Tensor) -> Any:
+    try:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNED
+    except (AttributeError, RuntimeError):  # no dense tensor: of a first layer the call says what is wrong
+        return type(tensor)
 
 
 def _words(described: Any) -> str:
@@ -85,6 +85,8 @@ class MSAIcpDecodeStep:
     ) -> None:
         """`buffers` and `arguments` of `MSAIcpIndexerPlan.decode`, without what differs between layers."""
         self._indexer = indexer
+        shape = ("T", indexer.heads_per_rank, TOP_K)
+        checks.tensor("output", buffers[4], torch.int32, shape, device=indexer.device)
         self._buffers = buffers
         self._arguments = arguments
         self._debug = debug
@@ -147,14 +149,6 @@ class MSAIcpDecodeStep:
         if self._debug:
             _compare(launches, self._call(index_q, index_k, slot))
         return launches
-
-    def check(self, index_q: Tensor, index_k: Tensor) -> None:
-        """ValueError where a layer is not like the first one."""
-        self._layers.check(index_q, index_k)
-
-    def prepared(self, slot: int) -> list[Launch]:
-        """The launches of a slot set that has been recorded, bound to whichever layer was the last."""
-        return self._by_slot[slot]
 
     def _call(self, index_q: Tensor, index_k: Tensor, slot: int) -> list[Launch]:
         return chains.decode(self._indexer, index_q, index_k, *self._buffers, slot=slot, **self._arguments)
@@ -244,14 +238,6 @@ class MSAIcpPrefillStep:
         if self._debug:
             _compare(self._merge, self._call_merge())
         return self._merge
-
-    def check(self, index_q: Tensor, index_k: Tensor) -> None:
-        """ValueError where a layer is not like the first one."""
-        self._layers.check(index_q, index_k)
-
-    def prepared(self) -> list[Launch]:
-        """The launches that have been recorded, bound to whichever layer was the last."""
-        return [*(self._local or ()), *(self._merge or ())]
 
     def _call_local(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
         checks.tensor("index_q", index_q, checks.FP8, (self.tokens, "H", "D"), device=self._indexer.device)

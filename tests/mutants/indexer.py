@@ -1,0 +1,113 @@
+"""Faults of the facade: its checks, prepared steps and layer graphs."""
+
+from __future__ import annotations
+
+from .fault import Mutant
+
+CHAINS = "indexer/chains.py"
+STEPS = "indexer/steps.py"
+GRAPHS = "indexer/graphs.py"
+FACADE_TESTS = ("test_indexer.py",)
+STEP_TESTS = ("test_indexer_steps.py",)
+GRAPH_TESTS = ("test_indexer_graphs.py", "-k", "not disagree")
+
+MUTANTS = (
+    Mutant(
+        "the plan's spin limit does not reach the merge",
+        (
+            (
+                CHAINS,
+                "spin_limit=plan.spin_limit,\n                enable_pdl",
+                "spin_limit=1 << 18,\n                enable_pdl",
+            ),
+        ),
+        (*FACADE_TESTS, "-k", "missing_peer"),
+    ),
+    Mutant(
+        "every window is planned into the same words",
+        (("indexer/plan.py", "self.work_info[place]", "self.work_info[0]"),),
+        (*FACADE_TESTS, "-k", "plan_of_its_own"),
+    ),
+    Mutant(
+        "a comm that moved is not checked again",
+        (("indexer/comm.py", " and tuple(map(identity, found)) == self._identity", ""),),
+        (*FACADE_TESTS, "-k", "checked_again"),
+    ),
+    Mutant(
+        "a publish is launched before the merge is checked",
+        (("launches.py", "if recorder.launches is None:", "if True:"),),
+        (*FACADE_TESTS, "-k", "nothing_is_launched"),
+    ),
+    Mutant(
+        "the fused form's rule is off by one",
+        ((CHAINS, "requests >= plan.fused", "requests > plan.fused"),),
+        (*FACADE_TESTS, "-k", "number_of_requests"),
+    ),
+    Mutant(
+        "a layer is launched with the first one's keys",
+        (
+            (
+                "launches.py",
+                "query[slice(*self.window)], keys",
+                "query[slice(*self.window)], self.arguments[1]",
+            ),
+        ),
+        (*STEP_TESTS, "-k", "those_of_the_call or prefill_layers"),
+    ),
+    Mutant(
+        "one slot set's launches serve all",
+        ((STEPS, "self._by_slot.get(slot)", "next(iter(self._by_slot.values()), None)"),),
+        STEP_TESTS,
+    ),
+    Mutant(
+        "a window takes the first rows of the query",
+        ((STEPS, "one.window = (start, end)", "one.window = (0, end - start)"),),
+        (*STEP_TESTS, "-k", "windows_take"),
+    ),
+    Mutant(
+        "a layer's alignment is not looked at",
+        ((STEPS, ", tensor.data_ptr() % _ALIGNED\n", ", 0\n"),),
+        (*STEP_TESTS, "-k", "unlike"),
+    ),
+    Mutant(
+        "a first layer that was refused counts",
+        ((STEPS, "                if not self._by_slot:\n                    self._layers.forget()\n", ""),),
+        (*STEP_TESTS, "-k", "refused"),
+    ),
+    Mutant(
+        "slot sets share a graph",
+        ((GRAPHS, "(layer, slot, query, ", "(layer, query, "),),
+        GRAPH_TESTS,
+    ),
+    Mutant(
+        "K shards share a graph",
+        ((GRAPHS, "query, identity(index_k))", "query)"),),
+        GRAPH_TESTS,
+    ),
+    Mutant(
+        "a replay has the query of the capture",
+        (
+            (
+                GRAPHS,
+                "            staged.copy_(index_q)\n",
+                "            state.runs or staged.copy_(index_q)\n",
+            ),
+        ),
+        GRAPH_TESTS,
+    ),
+    Mutant(
+        "the key used last goes",
+        ((GRAPHS, "popitem(last=False)", "popitem(last=True)"),),
+        (*GRAPH_TESTS[:2], "least_recently"),
+    ),
+    Mutant(
+        "a query on another device is copied into the graph",
+        ((GRAPHS, "index_q.dtype, index_q.device", "index_q.dtype"),),
+        (*GRAPH_TESTS[:2], "replay_refuses"),
+    ),
+    Mutant(
+        "every slot set is a key of its own",
+        ((GRAPHS, "cache.layer(self._step_key, ", "cache.layer((self._step_key, slot), "),),
+        (*GRAPH_TESTS[:2], "become_graphs"),
+    ),
+)

@@ -1,0 +1,432 @@
+"""The facade: its sizes, its checks, and that it does what the single functions do (contract, section 8)."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from facade import LIMITS, Decode, Prefill, plan_of
+from helpers import SHORT_SPIN, assert_same, interpreted_only_if, snapshot
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import msa_icp
+from msa_icp import cases, indexer
+from msa_icp.cases import LAYOUTS
+from msa_icp.prefill_cases import prefill_case
+
+layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
+forms = pytest.mark.parametrize("tagged", [False, True])
+
+
+def batch(world_size=2, page_size=128, seq_lens=(300, 40, 2100), query_len=2):
+    """Exact sums, so that every backend selects what the reference does."""
+    return cases.decode_case("", world_size, page_size, seq_lens=seq_lens, decode_query_len=query_len)
+
+
+def window(world_size=2, page_size=128):
+    lens = {"qo_lens": (5, 0, 3), "kv_lens": (700, 0, 40)}
+    return prefill_case("", world_size, page_size, **lens, init_blocks=1, local_blocks=1)
+
+
+# ---------------------------------------------------------------- limits and sizes
+
+
+def test_attributes():
+    plan = plan_of(3, 4, 256)
+    for name, value in LIMITS.items():
+        assert getattr(plan, name) == value
+    assert (plan.rank, plan.world_size, plan.page_size, plan.heads_per_rank) == (3, 4, 256, 1)
+    assert (plan.index_scale, plan.index_offset) == (2, 1)
+    assert plan.comm_layout == msa_icp.msa_icp_comm_layout(4, 1, 12)
+    assert plan.decode_score_columns == 32  # 8192 keys in pages of 256
+    assert plan.prefill_score_columns == 32
+    assert (plan.fused_decode_min_batch, plan.pool) == (None, None)
+    assert (plan.fused_prefill, plan.prefill_short_tokens) == (False, 0)
+    assert plan.prefill_errors.tolist() == [0] * 4
+    assert plan.device == torch.device("cpu")
+    sizes = msa_icp.msa_icp_index_score_plan_storage(num_qo_heads=4, total_q=300, batch=8, device="cpu")
+    assert plan.work_ranges.shape == (plan.max_prefill_windows, sizes["work_range_numel"])
+    assert plan.work_info.shape == (plan.max_prefill_windows, sizes["work_info_numel"])
+    assert plan.plan_workspace.numel() == sizes["workspace_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "longest", "batched", "scratch", "windows"),
+    [
+        # 8192 columns of P = 128: 256 MiB // (5 * 4 * 8192) = 1638, and down to 1536.
+        (128, 1 << 20, 8192, (1536, 4, 8192), 6),
+        (256, 1 << 20, 8192, (3200, 4, 4096), 3),
+        (128, 1 << 17, 8192, (8192, 4, 1024), 1),
+        (128, 1 << 17, 100, (100, 4, 1024), 1),
+        (128, 129, 20000, (8192, 4, 16), 3),
+        (128, 8388480, 8192, (128, 4, 65536), 64),
+    ],
+)
+def test_scratch_and_windows(page_size, longest, batched, scratch, windows):
+    plan = plan_of(page_size=page_size, max_model_len=longest, max_num_batched_tokens=batched)
+    assert plan.prefill_scratch_shape() == scratch == plan.prefill_scratch_shape(longest)
+    assert plan.max_prefill_windows == windows
+    assert plan.prefill_window_tokens() == min(8192, batched)
+    assert plan.prefill_carrier_shape() == (2, 4, batched, 33)
+    assert plan.decode_scores_shape() == (12, 4, min(8192, -(-longest // (4 * page_size)) * 4))
+    pool = msa_icp.msa_icp_prefill_pool_bytes(total_q=min(8192, batched), batch=8, device="cpu")
+    assert plan.prefill_pool_shape() == (pool,)
+
+
+def test_shorter_contexts_have_longer_windows():
+    plan = plan_of(max_model_len=1 << 20, max_num_batched_tokens=8192)
+    assert plan.prefill_scratch_shape(1 << 17) == (8192, 4, 1024)
+    with pytest.raises(ValueError, match="max_seq_len: must be an integer from 1 to 1048576"):
+        plan.prefill_scratch_shape((1 << 20) + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("world_size", 3),
+        ("rank", 2),
+        ("rank", -1),
+        ("num_index_heads", 8),
+        ("page_size", 64),
+        ("init_blocks", -1),
+        ("init_blocks", 15),
+        ("max_decode_tokens", 0),
+        ("max_decode_query_len", 9),
+        ("max_num_batched_tokens", 0),
+        ("max_num_seqs", 0),
+        ("max_num_seqs", 65537),
+        ("max_model_len", 0),
+        ("max_model_len", 65535 * 128 + 1),
+        ("num_sparse_layers", 0),
+        ("num_sparse_layers", True),
+        ("max_model_len", 4.0),
+        ("device", "no such device"),
+        ("device", "meta"),
+        ("backend", "other"),
+        ("spin_limit", 0),
+    ],
+)
+def test_a_wrong_limit_is_named(name, value):
+    named = "backend" if (name, value) == ("device", "meta") else name
+    with pytest.raises(ValueError, match=rf"^{named}( \+ local_blocks)?:"):
+        plan_of(**{name: value})
+
+
+# ---------------------------------------------------------------- decode
+
+
+@layouts
+@forms
+@pytest.mark.exchange
+def test_decode_is_the_unsharded_selection(backend, device, world_size, page_size, tagged):
+    interpreted_only_if((world_size, page_size) == (4, 256), backend, device)
+    ranks = Decode(batch(world_size, page_size), backend, device)
+    for slot in (0, 2):
+        assert torch.equal(ranks.call(tagged=tagged, slot=slot), ranks.truth())
+
+
+@forms
+@pytest.mark.exchange
+def test_fused_with_a_pool_of_the_caller(backend, device, tagged):
+    ranks = Decode(batch(), backend, device)
+    pool = torch.full((12 * 4 * 128 * 16 * 8,), cases.NAN_BYTE, dtype=torch.uint8, device=device)
+    ranks.scores = [None, None]
+    assert torch.equal(ranks.call(tagged=tagged, slot=1, pool=pool), ranks.truth())
+
+
+@pytest.mark.exchange
+def test_fused_from_a_number_of_requests_on(backend, device, monkeypatch):
+    """Where the rule says so, the plan has a pool and larger batches need no scores."""
+    monkeypatch.setattr(indexer.rules, "fused_decode_min_batch", lambda *_: 3)
+    ranks = Decode(batch(), backend, device)
+    assert ranks.plans[0].fused_decode_min_batch == 3
+    assert ranks.plans[0].pool.numel() == msa_icp.msa_icp_decode_pool_bytes(max_decode_tokens=12)
+    ranks.scores = [None, None]
+    assert torch.equal(ranks.call(tagged=True, slot=0), ranks.truth())
+    fewer = Decode(batch(seq_lens=(300, 40)), backend, device)
+    before = fewer.scores[0].clone()
+    assert torch.equal(fewer.call(tagged=True, slot=0), fewer.truth())
+    assert not torch.equal(fewer.scores[0].view(torch.int32), before.view(torch.int32))
+
+
+@forms
+def test_ranks_in_threads(tagged):
+    """The whole call: a merge waits for peers that are still on their way."""
+    ranks = Decode(batch(4), "torch", "cpu", spin_limit=1 << 26)
+
+    def layers(rank):
+        for layer in range(6):
+            ranks.plans[rank].decode(
+                ranks.queries,
+                ranks.keys[rank],
+                *ranks.buffers(rank),
+                **ranks.arguments(rank, tagged=tagged, slot=layer % 3),
+            )
+
+    threads = [threading.Thread(target=layers, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(ranks.merged(), ranks.truth())
+
+
+def test_a_missing_peer_ends_within_the_limit_of_the_plan():
+    ranks = Decode(batch(), "torch", "cpu", spin_limit=SHORT_SPIN)
+    arguments = ranks.arguments(0, tagged=True, slot=2)
+    step = ranks.steps(tagged=True)[0].record(ranks.queries, ranks.keys[0], slot=2)
+    assert [one.arguments[-1].get("spin_limit") for one in step] == [None, SHORT_SPIN, SHORT_SPIN]
+    ranks.plans[0].decode(ranks.queries, ranks.keys[0], *ranks.buffers(0), **arguments)
+    assert (ranks.outputs[0] == -1).all()
+    with pytest.raises(msa_icp.IcpTimeoutError, match="slot set 2: rank 1"):
+        ranks.group[0].check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("output", lambda t: t[:, :, :8], "output"),
+        ("output", lambda t: t[1:], "output|num_valid_pages"),
+        ("scores", lambda t: t[:3], "scores"),
+        ("scores", lambda _: None, "scores"),
+        ("num_valid_pages", lambda t: t[1:], "num_valid_pages"),
+        ("seq_lens", lambda t: t.long(), "seq_lens"),
+        ("index_q", lambda t: t.view(torch.uint8), "index_q"),
+        ("index_k", lambda t: t[:, 1:], "index_k"),
+        ("slot", 3, "slot"),
+        ("slot", True, "slot"),
+        ("tagged", 1, "tagged"),
+        ("decode_query_len", 5, "decode_query_len"),
+        ("decode_query_len", 1, "index_q"),
+        ("enable_pdl", None, "enable_pdl"),
+        ("pool", torch.zeros(8, dtype=torch.uint8), "pool"),
+    ],
+)
+@pytest.mark.exchange
+def test_a_wrong_argument_is_named_and_nothing_is_launched(backend, device, name, value, named):
+    ranks = Decode(batch(), backend, device)
+    names = ("block_table", "seq_lens", "num_valid_pages", "scores", "output")
+    call = dict(zip(names, ranks.buffers(0), strict=True)) | ranks.arguments(0, tagged=True, slot=0)
+    call |= {"index_q": ranks.queries, "index_k": ranks.keys[0]}
+    call[name] = value(call[name]) if callable(value) else value
+    before, scores = snapshot(ranks.group), ranks.scores[0].view(torch.int32).clone()
+    with pytest.raises(ValueError, match=rf"^({named})[\.\[:]"):
+        ranks.plans[0].decode(**call)
+    assert_same(snapshot(ranks.group), before)
+    assert torch.equal(ranks.scores[0].view(torch.int32), scores)
+
+
+def test_tagged_rows_need_two_layers():
+    ranks = Decode(batch(), "torch", "cpu", num_sparse_layers=1)
+    with pytest.raises(ValueError, match=r"^tagged: must be False with fewer than 2 sparse layers.*=1"):
+        ranks.call(tagged=True, slot=0)
+    assert torch.equal(ranks.call(tagged=False, slot=0), ranks.truth())
+
+
+# ---------------------------------------------------------------- the receive storage
+
+
+FIELDS = {
+    "recv": torch.int32,
+    "tagged_recv": torch.int64,
+    "recv_bases": torch.int64,
+    "tagged_recv_bases": torch.int64,
+    "publish_generations": torch.int32,
+    "expected_generations": torch.int32,
+    "errors": torch.int32,
+}
+
+
+def comm_of(storage):
+    """A receive storage of an engine's own: an object with the fields, and nothing else."""
+    return SimpleNamespace(**{name: getattr(storage, name) for name in FIELDS})
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_wrong_field_of_comm_is_named(name):
+    plan, storage = plan_of(), msa_icp.ReceiveStorage.in_process(2, capacity=12)[0]
+    comm = comm_of(storage)
+    plan.check_comm(comm)
+    good = getattr(comm, name)
+    worse = [None, good.float(), good.reshape(-1).repeat_interleave(2)[::2].view(good.shape)]
+    worse.append(good[:0] if name == "errors" else good[..., 1:])
+    for value in worse:
+        setattr(comm, name, value)
+        with pytest.raises(ValueError, match=rf"^comm\.{name}[\.:\[]"):
+            plan.check_comm(comm)
+
+
+def test_the_tagged_rows_lie_behind_the_others():
+    plan, (storage, other) = plan_of(), msa_icp.ReceiveStorage.in_process(2, capacity=12)
+    comm = comm_of(storage)
+    comm.tagged_recv = other.tagged_recv
+    with pytest.raises(ValueError, match=r"comm\.tagged_recv: must be 19008 bytes after comm\.recv"):
+        plan.check_comm(comm)
+
+
+def test_a_storage_of_another_capacity_is_refused():
+    with pytest.raises(ValueError, match=r"comm\.recv: must be of shape \[3, 2, 2, 12, 33\]"):
+        plan_of().check_comm(msa_icp.ReceiveStorage.in_process(2, capacity=13)[0])
+
+
+def test_a_comm_is_checked_again_when_a_field_changes(monkeypatch):
+    ranks = Decode(batch(), "torch", "cpu")
+    plan, comm = ranks.plans[0], comm_of(ranks.group[0])
+    checks = []
+    checked = indexer.plan.CheckedComm
+    monkeypatch.setattr(
+        indexer.plan, "CheckedComm", lambda *arguments: checks.append(1) or checked(*arguments)
+    )
+
+    def publish():
+        arguments = ranks.arguments(0, tagged=True, slot=0, comm=comm)
+        plan.decode_publish(ranks.queries, ranks.keys[0], *ranks.buffers(0), **arguments)
+
+    publish()
+    publish()
+    assert len(checks) == 1
+    comm.errors = torch.zeros(4, dtype=torch.int32)  # another tensor
+    publish()
+    assert len(checks) == 2
+    comm.errors.resize_(2)  # the same one, of another shape
+    publish()
+    assert len(checks) == 3
+    comm.errors.set_(torch.zeros(2, dtype=torch.int32))  # elsewhere
+    publish()
+    assert len(checks) == 4
+    comm.publish_generations = comm.publish_generations[:1]
+    with pytest.raises(ValueError, match=r"comm\.publish_generations"):
+        publish()
+
+
+# ---------------------------------------------------------------- prefill
+
+
+@layouts
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.prefill
+@pytest.mark.exchange
+def test_prefill_is_the_unsharded_selection(backend, device, world_size, page_size, fused):
+    ranks = Prefill(window(world_size, page_size), backend, device)
+    plans = ranks.window_plans()
+    for rank, plan in enumerate(ranks.plans):
+        plan.prefill_local(
+            ranks.queries,
+            ranks.keys[rank],
+            ranks.table,
+            plans[rank],
+            None if fused else ranks.scratch,
+            ranks.num_valid,
+            ranks.carriers[rank],
+            pool=ranks.pool if fused else None,
+        )
+    msa_icp.exchange_prefill(ranks.carriers, ranks.received)
+    for rank, plan in enumerate(ranks.plans):
+        plan.prefill_merge(ranks.received[rank], ranks.num_valid, ranks.outputs[rank])
+        assert plan.prefill_errors.tolist() == [0] * 4
+    assert torch.equal(ranks.merged(), ranks.truth())
+
+
+def test_every_window_has_a_plan_of_its_own():
+    plan = plan_of(max_model_len=1 << 20, max_num_batched_tokens=3072)
+    assert plan.max_prefill_windows == 2
+    metadata = window().metadata()
+    sizes = {"max_query_len": 8, "max_seq_len": 700}
+    first, second = (plan.prefill_window_plan(w, **metadata, total_q=8, **sizes) for w in (0, 1))
+    assert first.packed_work_info.data_ptr() != second.packed_work_info.data_ptr()
+    assert torch.equal(first.packed_work_range, second.packed_work_range)
+    assert first.workspace.data_ptr() == second.workspace.data_ptr() == plan.plan_workspace.data_ptr()
+    with pytest.raises(ValueError, match=r"^window: must be an integer from 0 to 1, was 2"):
+        plan.prefill_window_plan(2, **metadata, total_q=8, **sizes)
+    with pytest.raises(ValueError, match=r"^total_q: must be an integer from 1 to 3072"):
+        plan.prefill_window_plan(0, **metadata, total_q=3073, **sizes)
+    with pytest.raises(ValueError, match=r"^max_seq_len: must be an integer from 1 to 1048576"):
+        plan.prefill_window_plan(0, **metadata, total_q=8, max_query_len=8, max_seq_len=(1 << 20) + 1)
+    many = {name: torch.zeros(9 + ("offsets" in name), dtype=torch.int32) for name in metadata}
+    with pytest.raises(ValueError, match=r"^qo_segment_lens\.shape\[0\]: must be at most max_num_seqs=8"):
+        plan.prefill_window_plan(0, **many, total_q=8, **sizes)
+
+
+def test_prefill_needs_scratch_or_a_pool():
+    ranks = Prefill(window(), "torch", "cpu")
+    call = (ranks.queries, ranks.keys[0], ranks.table, ranks.window_plans()[0])
+    rest = (ranks.num_valid, ranks.carriers[0])
+    with pytest.raises(ValueError, match=r"^score_scratch: must be score rows where there is no pool"):
+        ranks.plans[0].prefill_local(*call, None, *rest)
+    with pytest.raises(ValueError, match=r"^score_scratch\.shape\[0\]: must be at least 8"):
+        ranks.plans[0].prefill_local(*call, ranks.scratch[:4], *rest)
+
+
+# ---------------------------------------------------------------- nothing is allocated
+
+
+VIEWS = {"slice", "unbind", "select", "view", "detach", "alias", "as_strided"}
+
+
+class _Operations(TorchDispatchMode):
+    """Names of the operations of PyTorch that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__.split(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.exchange
+def test_a_step_makes_no_tensor(backend, device):
+    """Kernels get addresses: of PyTorch a step needs views, of which none is of its own memory.
+
+    On a GPU its allocator is watched as well, and every call that would synchronize raises.
+    """
+    if backend == "torch" or (backend == "triton" and device == "cpu"):
+        pytest.skip("tensor code, and Triton's interpreter, make tensors")
+    ranks = Decode(batch(), backend, device)
+    for plan in ranks.plans:
+        plan.warmup()
+    steps = ranks.steps(tagged=True)
+    ranks.call(tagged=True, slot=0)
+    on_gpu = device == "cuda"
+    before = torch.cuda.memory_stats().get("allocation.all.allocated") if on_gpu else 0
+    if on_gpu:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with _Operations() as operations:
+            for half in ("decode_publish", "decode_merge"):
+                for rank, plan in enumerate(ranks.plans):
+                    arguments = ranks.arguments(rank, tagged=True, slot=1)
+                    getattr(plan, half)(ranks.queries, ranks.keys[rank], *ranks.buffers(rank), **arguments)
+            for _ in range(2):
+                recorded = [
+                    step.record(ranks.queries, keys, slot=2)
+                    for step, keys in zip(steps, ranks.keys, strict=True)
+                ]
+                for half in (slice(None, -1), slice(-1, None)):
+                    for launches in recorded:
+                        for one in launches[half]:
+                            one()
+    finally:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    assert set(operations.names) <= VIEWS
+    if on_gpu:
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert torch.equal(ranks.merged(), ranks.truth())
+
+
+def test_warmup_is_that_of_the_backend(monkeypatch):
+    asked = []
+    monkeypatch.setattr(indexer.plan.dispatch, "warmup", lambda *arguments: asked.append(arguments))
+    plan_of(backend="torch").warmup()
+    assert asked == [(torch.device("cpu"), "torch")]
+
+
+def test_the_pool_is_the_only_buffer_that_a_rule_adds():
+    """What the docstring of `prepare_msa_icp_indexer` says is allocated."""
+    plan = plan_of()
+    tensors = {name for name, value in vars(plan).items() if isinstance(value, torch.Tensor)}
+    assert tensors == {"work_ranges", "work_info", "plan_workspace", "prefill_errors"}

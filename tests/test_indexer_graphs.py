@@ -1,0 +1,397 @@
+"""Layer graphs: eager first, then captured, then replayed, and the same results throughout (section 8).
+
+On a GPU the graphs are the device's, on a CPU those of graph_stand_in.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import indexer_ranks
+import pytest
+import torch
+from facade import Decode, Prefill, plan_of, run_in_turn
+from graph_stand_in import StandIn
+from helpers import interpreted_only_if
+from rank_processes import PLACES, run_ranks
+from test_indexer import batch, window
+from test_indexer_steps import layer_inputs
+
+import msa_icp
+from msa_icp import cases
+from msa_icp.indexer import graphs
+
+
+@pytest.fixture
+def stand_in(request, monkeypatch):
+    """The stand-in on a CPU; on a GPU nothing is replaced and `do` just does it."""
+    made = StandIn()
+    parameters = getattr(request.node, "callspec", None)
+    if parameters is None or parameters.params.get("device", "cpu") == "cpu":
+        for name, ours in made.replaced().items():
+            monkeypatch.setattr(graphs, name, ours)
+    return made
+
+
+def numbers(cache):
+    stats = cache.stats
+    return stats.eager_layers, stats.captured_layers, stats.replayed_layers, stats.evicted_keys
+
+
+class Halves:
+    """A decode step of one rank whose publish and merge are layers of their own, for ranks in one thread."""
+
+    def __init__(self, step, part):
+        self.step, self.part, self.tokens = step, part, step.tokens
+
+    def record(self, index_q, index_k, *, slot):
+        return self.step.record(index_q, index_k, slot=slot)[self.part]
+
+
+class Caches:
+    """For every rank a cache for its publishes, and one for its merges."""
+
+    def __init__(self, ranks, **options):
+        self.ranks = ranks
+        self.halves = [
+            [plan.layer_graphs(**options) for plan in ranks.plans] for _ in (slice(None, -1), slice(-1, None))
+        ]
+
+    def begin(self, *, tagged, **changes):
+        """Every rank's graph steps, of fresh prepared steps."""
+        parts = (slice(None, -1), slice(-1, None))
+        prepared = self.ranks.steps(tagged=tagged, **changes)
+        tokens = self.ranks.case.tokens
+        return [
+            [
+                cache.begin_step(decode=Halves(step, part), decode_tokens=tokens)
+                for cache, step in zip(caches, prepared, strict=True)
+            ]
+            for caches, part in zip(self.halves, parts, strict=True)
+        ]
+
+    def numbers(self):
+        return {numbers(cache) for caches in self.halves for cache in caches}
+
+
+def run_layer(steps, layer, queries, keys, slot):
+    for half in steps:
+        for step, own in zip(half, keys, strict=True):
+            step.run(layer, queries, own, slot=slot)
+
+
+# ---------------------------------------------------------------- decode
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.exchange
+def test_layers_become_graphs_and_stay_right(backend, device, tagged, stand_in):
+    """Four layers rotate through three slot sets, so a layer comes back to its slot set every third step."""
+    interpreted_only_if(False, backend, device)
+    ranks = Decode(batch(), backend, device)
+    for plan in ranks.plans:
+        plan.warmup()
+    caches = Caches(ranks, capture_after=1, max_keys=1)
+    keys = {layer: layer_inputs(ranks, layer)[1] for layer in range(4)}
+    slot = 0
+    for step_number in range(9):
+        steps = caches.begin(tagged=tagged)
+        for layer in range(4):
+            ranks.queries = cases.exact(ranks.queries.shape, seed=31 * step_number + layer).to(device)
+            run_layer(steps, layer, ranks.queries, keys[layer], slot)
+            got = ranks.merged()
+            ranks.keys = keys[layer]
+            assert torch.equal(got, right(ranks, tagged)), (step_number, layer)
+            slot = (slot + 1) % 3
+    assert caches.numbers() == {(12, 12, 12, 0)}
+
+
+def right(ranks, tagged):
+    """The same layer through the call, with a receive storage of its own."""
+    other = Decode(ranks.case, ranks.plans[0].backend, ranks.device)
+    other.queries, other.keys = ranks.queries, ranks.keys
+    return other.call(tagged=tagged, slot=0)
+
+
+@pytest.mark.exchange
+def test_a_graph_reads_the_buffers_anew(backend, device, stand_in):
+    """Metadata that is written into the same tensors is part of no key."""
+    interpreted_only_if(False, backend, device)
+    ranks, later = (
+        Decode(batch(seq_lens=lens), backend, device) for lens in ((300, 40, 2100), (2100, 40, 300))
+    )
+    caches = Caches(ranks, capture_after=0)
+    steps = caches.begin(tagged=True)
+    run_layer(steps, 0, ranks.queries, ranks.keys, 0)
+    assert torch.equal(ranks.merged(), ranks.truth())
+    ranks.table.copy_(later.table)
+    ranks.lens.copy_(later.lens)
+    ranks.num_valid.copy_(later.num_valid)
+    for own, new in zip(ranks.keys, later.keys, strict=True):
+        own.view(torch.uint8).copy_(new.view(torch.uint8))
+    run_layer(caches.begin(tagged=True), 0, later.queries, ranks.keys, 0)
+    assert torch.equal(ranks.merged(), later.truth())
+    assert caches.numbers() == {(0, 1, 1, 0)}
+
+
+def one_rank(ranks, cache, **changes):
+    """A graph step of rank 0's publish."""
+    step = ranks.steps(tagged=True, **changes)[0]
+    return cache.begin_step(decode=Halves(step, slice(None, -1)), decode_tokens=ranks.case.tokens)
+
+
+MOVED = {
+    "nothing": (lambda ranks: None, False),
+    "lens": (lambda ranks: setattr(ranks, "lens", ranks.lens.clone()), True),
+    "table": (lambda ranks: setattr(ranks, "table", ranks.table.clone()), True),
+    "counts": (lambda ranks: setattr(ranks, "num_valid", ranks.num_valid.clone()), True),
+    "scores": (lambda ranks: setattr(ranks, "scores", [s.clone() for s in ranks.scores]), True),
+    "keys": (lambda ranks: setattr(ranks, "keys", [k.clone() for k in ranks.keys]), True),
+    "query": (lambda ranks: setattr(ranks, "queries", ranks.queries.clone()), False),
+    "limit": (lambda ranks: setattr(ranks.plans[0], "spin_limit", 77), True),
+    "storage": (
+        lambda ranks: setattr(
+            ranks, "group", msa_icp.ReceiveStorage.in_process(2, capacity=12, device=ranks.device)
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MOVED)
+@pytest.mark.exchange
+def test_what_makes_another_key(backend, device, what, stand_in):
+    interpreted_only_if(what in ("nothing", "lens", "keys", "query"), backend, device)
+    ranks = Decode(batch(seq_lens=(300, 40)), backend, device)
+    cache = ranks.plans[0].layer_graphs()
+    for _ in range(2):
+        one_rank(ranks, cache).run(3, ranks.queries, ranks.keys[0], slot=1)
+    assert numbers(cache) == (1, 1, 0, 0)
+    change, another = MOVED[what]
+    change(ranks)
+    one_rank(ranks, cache).run(3, ranks.queries, ranks.keys[0], slot=1)
+    assert numbers(cache) == ((2, 1, 0, 0) if another else (1, 1, 1, 0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the ranks are processes of Linux")
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("tagged", [False, True])
+def test_ranks_may_disagree_on_eager_or_replay(place, tagged, tmp_path):
+    """The communication of a layer is the same, whichever way it is launched."""
+    found = run_ranks(indexer_ranks.eager_and_replayed, 2, tmp_path, tagged, place=place)
+    assert [one["wrong"] for one in found] == [0, 0]
+    assert found[0]["numbers"] == [48, 0, 0, 0]
+    assert found[1]["numbers"] == [0, 12, 36, 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the ranks are processes of Linux")
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_ranks_warm_up_at_once_from_a_cold_cache(place, tmp_path):
+    if place.backend == "triton":
+        pytest.skip("Triton takes minutes for all its kernels")
+    for found in run_ranks(indexer_ranks.warm_at_once, 2, tmp_path, place=place):
+        assert found["wrong"] == 0
+        assert (found["kept"] > 0) == (place.backend == "cuda")
+
+
+@pytest.mark.parametrize(("layer", "slot"), [(4, 1), (3, 2)])
+def test_a_layer_and_a_slot_set_have_graphs_of_their_own(layer, slot, stand_in):
+    ranks = Decode(batch(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs(capture_after=0)
+    for where in ((3, 1), (layer, slot), (3, 1)):
+        one_rank(ranks, cache).run(where[0], ranks.queries, ranks.keys[0], slot=where[1])
+    assert numbers(cache) == (0, 2, 1, 0)
+
+
+def test_the_least_recently_used_key_goes(stand_in):
+    ranks = Decode(batch(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs(capture_after=0, max_keys=2)
+    scores = [torch.zeros(12, 4, 64) for _ in range(3)]
+
+    def run(place):
+        ranks.scores = [scores[place], None]
+        one_rank(ranks, cache).run(0, ranks.queries, ranks.keys[0])
+
+    for place in (0, 1, 0, 2, 0, 1):  # 2 takes the place of 1, and 1 that of 2
+        run(place)
+    assert numbers(cache) == (0, 4, 2, 2)
+    cache.clear()
+    assert numbers(cache) == (0, 0, 0, 0)
+    run(1)
+    assert numbers(cache) == (0, 1, 0, 0)
+
+
+def test_without_graphs_every_layer_is_eager():
+    ranks = Decode(batch(), "torch", "cpu")
+    caches = Caches(ranks, capture_after=0)
+    for step in range(3):
+        run_layer(caches.begin(tagged=True), 0, ranks.queries, ranks.keys, step)
+        assert torch.equal(ranks.merged(), ranks.truth())
+    assert caches.numbers() == {(3, 0, 0, 0)}
+
+
+def test_a_graph_is_left_alone_while_another_one_is_captured(stand_in, monkeypatch):
+    ranks = Decode(batch(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs(capture_after=0)
+    for capturing in (False, True, False):
+        monkeypatch.setattr(graphs, "can_capture", lambda device, capturing=capturing: not capturing)
+        one_rank(ranks, cache).run(0, ranks.queries, ranks.keys[0])
+    assert numbers(cache) == (1, 1, 1, 0)
+
+
+@pytest.mark.exchange
+def test_a_graph_of_the_caller_holds_calls_steps_and_layer_graphs(backend, device):
+    if device == "cpu":
+        pytest.skip("a CPU has no graphs")
+    ranks = Decode(batch(), backend, device)
+    for plan in ranks.plans:
+        plan.warmup()
+    caches, prepared = Caches(ranks, capture_after=0), ranks.steps(tagged=True)
+    run_layer(caches.begin(tagged=True), 0, ranks.queries, ranks.keys, 0)  # graphs that must not be replayed
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for half in ("decode_publish", "decode_merge"):
+            for rank, plan in enumerate(ranks.plans):
+                arguments = ranks.arguments(rank, tagged=True, slot=1)
+                getattr(plan, half)(ranks.queries, ranks.keys[rank], *ranks.buffers(rank), **arguments)
+        run_in_turn(
+            [step.record(ranks.queries, k, slot=2) for step, k in zip(prepared, ranks.keys, strict=True)]
+        )
+        run_layer(caches.begin(tagged=True), 0, ranks.queries, ranks.keys, 0)
+    assert caches.numbers() == {(1, 1, 0, 0)}
+    for seed in range(3):
+        ranks.queries.copy_(cases.exact(ranks.queries.shape, seed=seed))
+        for output in ranks.outputs:
+            output.fill_(-7)
+        graph.replay()
+        assert torch.equal(ranks.merged(), right(ranks, tagged=True))
+
+
+def test_a_replay_refuses_a_layer_unlike_the_first(stand_in):
+    ranks = Decode(batch(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs(capture_after=0)
+    step = one_rank(ranks, cache)
+    step.run(0, ranks.queries, ranks.keys[0])
+    with pytest.raises(ValueError, match=r"^index_q: must be like the first layer's"):
+        step.run(0, ranks.queries.float(), ranks.keys[0])
+    with pytest.raises(ValueError, match=r"^index_q: .* on meta"):
+        step.run(0, ranks.queries.to("meta"), ranks.keys[0])
+    with pytest.raises(ValueError, match=r"^index_k: must be like the first layer's"):
+        step.run(0, ranks.queries, ranks.keys[0][1:])
+    assert numbers(cache) == (0, 1, 0, 0)
+
+
+def test_a_capture_that_fails_leaves_no_graph(stand_in, monkeypatch):
+    ranks = Decode(batch(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs(capture_after=0)
+    step = one_rank(ranks, cache)
+
+    def refuse(body, device):
+        raise RuntimeError("topk_select_publish is not loaded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(graphs, "capture", refuse)
+        with pytest.raises(RuntimeError, match="not loaded"):
+            step.run(0, ranks.queries, ranks.keys[0])
+    assert numbers(cache) == (0, 0, 0, 0)
+    step.run(0, ranks.queries, ranks.keys[0])
+    assert numbers(cache) == (0, 1, 0, 0)
+
+
+# ---------------------------------------------------------------- decode and prefill together
+
+
+@pytest.mark.prefill
+@pytest.mark.exchange
+def test_decode_rows_come_first(backend, device, stand_in):
+    """A layer of both; its exchange is part of the graph. Of all ranks of a process, as one rank's step."""
+    interpreted_only_if(False, backend, device)
+    decode, prefill = Decode(batch(), backend, device), Prefill(window(), backend, device)
+    for plan in decode.plans:
+        plan.warmup()
+    planned = prefill.window_plans()
+    steps = [
+        plan.prepare_prefill_step(
+            [(0, 8, prefill.table, planned[rank])],
+            prefill.scratch,
+            prefill.num_valid,
+            prefill.carriers[rank],
+            prefill.received[rank],
+            prefill.outputs[rank],
+        )
+        for rank, plan in enumerate(prefill.plans)
+    ]
+    # One K shard for both: the pages of the window, then those of the decode batch.
+    keys = [joined(*both) for both in zip(prefill.keys, decode.keys, strict=True)]
+    decode.table = decode.table + prefill.keys[0].shape[0]
+    caches = [plan.layer_graphs(capture_after=1) for plan in decode.plans]
+    publishes = decode.steps(tagged=True)
+    count = decode.case.tokens
+    for turn in range(3):  # one after the other, so that one slot set will do
+        decode.queries, prefill.queries = decode.queries.clone(), prefill.queries.clone()
+        queries = joined(decode.queries, prefill.queries)
+        for rank in (0, 1):
+            # Both ranks share a thread: rank 1's exchange moves the rows of both, rank 0's none.
+            def move(rank=rank):
+                if rank:
+                    msa_icp.exchange_prefill(prefill.carriers, prefill.received)
+
+            step = caches[rank].begin_step(
+                decode=Halves(publishes[rank], slice(None, -1)),
+                prefill=steps[rank],
+                exchange=lambda move=move: stand_in.do(move),
+                exchange_key=("in process", rank),
+                decode_tokens=count,
+            )
+            step.run(0, queries, keys[rank], slot=0)
+        for rank in (0, 1):
+            publishes[rank].record(decode.queries, keys[rank], slot=0)[-1]()
+        steps[0].merge()  # rank 0 merged before rank 1 had sent
+        assert torch.equal(decode.merged(), decode.truth())
+        assert torch.equal(prefill.merged(), prefill.truth())
+        for memory in (*prefill.outputs, *prefill.received, *prefill.carriers, *decode.outputs):
+            memory.fill_(turn)
+    assert [numbers(cache) for cache in caches] == [(1, 1, 1, 0)] * 2
+
+
+def joined(*tensors):
+    """Tensors of fp8, one after the other."""
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(cases.FP8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({}, "prefill, decode"),
+        ({"decode": 1, "exchange": 1, "decode_tokens": 6}, "exchange"),
+        ({"prefill": 1}, "exchange"),
+        ({"decode": 1}, "decode_tokens"),
+        ({"decode": 1, "decode_tokens": 5}, "decode_tokens"),
+        ({"prefill": 1, "exchange": 1, "decode_tokens": 6}, "decode_tokens"),
+    ],
+)
+def test_parts_that_do_not_fit(arguments, named):
+    ranks, windows = Decode(batch(), "torch", "cpu"), Prefill(window(), "torch", "cpu")
+    plan = ranks.plans[0]
+    made = {
+        "decode": lambda: ranks.steps(tagged=True)[0],
+        "prefill": lambda: plan.prepare_prefill_step(
+            [(0, 8, windows.table, windows.window_plans()[0])],
+            windows.scratch,
+            windows.num_valid,
+            windows.carriers[0],
+            windows.received[0],
+            windows.outputs[0],
+        ),
+        "exchange": lambda: lambda: None,
+    }
+    given = {name: made[name]() if name in made else value for name, value in arguments.items()}
+    with pytest.raises(ValueError, match=rf"^{named}: must be"):
+        plan.layer_graphs().begin_step(**given)
+
+
+@pytest.mark.parametrize(("name", "value"), [("capture_after", -1), ("max_keys", 0), ("max_keys", True)])
+def test_a_wrong_option_is_named(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: must be an integer"):
+        plan_of().layer_graphs(**{name: value})
