@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loading import example
+from loading import ROOT, example
 
+from msa_icp import reference
 from msa_icp.indexer import MSAIcpDecodeStep, MSAIcpPrefillStep
 
 DEVICES = [
@@ -34,3 +35,13 @@ def test_the_serving_loop_notices_a_wrong_block(kind, monkeypatch):
     monkeypatch.setattr(kind, "merge", wrong)
     with pytest.raises(AssertionError, match=r"^position 2[0-9]{3}: expected "):
         example("serving_loop").main(["--device", "cpu", "--layers", "2", "--steps", "1"])
+
+
+def test_the_first_program_selects_as_one_rank_would(capsys):
+    _, program = (ROOT / "README.md").read_text().split("## A first program\n\n```python\n")
+    names: dict = {}
+    exec(program.split("```")[0], names)
+    keys = names["cache"][names["block_table"][0].long()].flatten(0, 1)[:8000]
+    (expected,) = reference.select_unsharded(names["index_q"], keys, [7999], 0, 1)
+    lines = [f"head {head} attends to the blocks {ids}" for head, ids in enumerate(expected)]
+    assert capsys.readouterr().out.splitlines() == lines
