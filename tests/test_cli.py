@@ -15,6 +15,7 @@ from replay_cases import CONVERSATION, write_trace
 
 import msa_icp
 from msa_icp import cli, dispatch, verify
+from msa_icp.indexer import MSAIcpDecodeStep
 from msa_icp.replay import plan as plan_module
 from msa_icp.replay import terminal
 from msa_icp.replay.errors import RankFailure
@@ -62,14 +63,13 @@ def test_an_azure_trace_is_replayed_too(tmp_path, capsys):
 
 
 def test_a_wrong_selection_is_exit_code_1(tmp_path, capsys, monkeypatch):
-    merge = msa_icp.msa_icp_merge_candidates
+    merge = MSAIcpDecodeStep.merge
 
-    def wrong(recv_slot, num_valid, output, errors, **kwargs):
-        merge(recv_slot, num_valid, output, errors, **kwargs)
-        if not kwargs.get("prefill"):
-            output[0, 0, 0] += 1
+    def wrong(step, *, slot):
+        merge(step, slot=slot)
+        step.output[0, 0, 0] += 1
 
-    monkeypatch.setattr(msa_icp, "msa_icp_merge_candidates", wrong)
+    monkeypatch.setattr(MSAIcpDecodeStep, "merge", wrong)
     assert run("replay", write_trace(tmp_path), *SMALL, "--decode-steps", 2) == 1
     assert "first: step 1, request 0, position 1100" in " ".join(
         capsys.readouterr().out.replace("│", "").split()

@@ -10,6 +10,7 @@ import torch
 from replay_cases import CONVERSATION, small_plan
 
 import msa_icp
+from msa_icp.indexer import MSAIcpDecodeStep, MSAIcpPrefillStep
 from msa_icp.replay import engine, report
 from msa_icp.replay import rank as rank_module
 from msa_icp.replay.plan import k_bytes
@@ -125,26 +126,21 @@ def test_checks_are_as_many_as_asked_for_and_reach_every_request(tmp_path, monke
     assert replay(small_plan(tmp_path, check_every=0)).rows_checked == 0
 
 
-def wrong_once(monkeypatch, number, prefill, change):
-    """Change the output of the `number`-th merge of prompts, or of decoded tokens."""
-    merge, calls = msa_icp.msa_icp_merge_candidates, []
+def wrong_once(monkeypatch, number, kind):
+    """Another block in the first row that the `number`-th merge of a kind of step has merged."""
+    merge, calls = kind.merge, []
 
-    def wrong(recv_slot, num_valid, output, errors, **kwargs):
-        merge(recv_slot, num_valid, output, errors, **kwargs)
-        if kwargs.get("prefill", False) == prefill:
-            calls.append(None)
-            if len(calls) == number:
-                change(output)
+    def wrong(step, **slot):
+        merge(step, **slot)
+        calls.append(None)
+        if len(calls) == number:
+            step.output[0, 0, 3] += 1
 
-    monkeypatch.setattr(msa_icp, "msa_icp_merge_candidates", wrong)
-
-
-def other_block(output):
-    output[0, 0, 3] += 1
+    monkeypatch.setattr(kind, "merge", wrong)
 
 
 def test_a_wrong_selection_is_counted_and_the_first_one_shown(tmp_path, monkeypatch):
-    wrong_once(monkeypatch, 4 * 2 * 4 + 6, False, other_block)  # decode step 4, layer 1, rank 1
+    wrong_once(monkeypatch, 4 * 2 * 4 + 6, MSAIcpDecodeStep)  # decode step 4, layer 1, rank 1
     outcome = replay(small_plan(tmp_path, check_every=1, check_rows=10**6))
     assert outcome.rows_wrong == 1
     wrong = outcome.first_wrong
@@ -157,7 +153,7 @@ def test_a_wrong_selection_is_counted_and_the_first_one_shown(tmp_path, monkeypa
 
 
 def test_a_wrong_selection_of_a_prompt_is_found(tmp_path, monkeypatch):
-    wrong_once(monkeypatch, 2 * 4 + 7, True, other_block)  # the second chunk, layer 1, rank 2
+    wrong_once(monkeypatch, 2 * 4 + 7, MSAIcpPrefillStep)  # the second chunk, layer 1, rank 2
     outcome = replay(small_plan(tmp_path, check_every=1, check_rows=10**6))
     assert outcome.rows_wrong == 1
     wrong = outcome.first_wrong
@@ -218,13 +214,16 @@ def test_the_second_ctrl_c_ends_at_once(tmp_path):
 
 
 def test_a_peer_that_does_not_publish_is_named(tmp_path, monkeypatch):
-    publish = msa_icp.msa_icp_topk_select_publish
+    publish, steps = MSAIcpDecodeStep.publish, []
 
-    def all_but_rank_2(*args, **kwargs):
-        if kwargs["rank"] != 2:
-            publish(*args, **kwargs)
+    def all_but_rank_2(step, *layer, slot):
+        steps.append(step)
+        if len(steps) % 4 == 3:
+            step.record(*layer, slot=slot)
+        else:
+            publish(step, *layer, slot=slot)
 
-    monkeypatch.setattr(msa_icp, "msa_icp_topk_select_publish", all_but_rank_2)
+    monkeypatch.setattr(MSAIcpDecodeStep, "publish", all_but_rank_2)
     monkeypatch.setattr(rank_module, "SPIN_LIMIT", 100)
     with pytest.raises(msa_icp.IcpTimeoutError, match="rank 2 did not come"):
         replay(small_plan(tmp_path))

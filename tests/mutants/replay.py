@@ -53,6 +53,16 @@ MUTANTS = (
         REPLAY_TESTS,
     ),
     Mutant(
+        "a replay keeps what a layer merges for the first one",
+        (("replay/rank.py", "self._merged[layer, :", "self._merged[0, :"),),
+        REPLAY_TESTS,
+    ),
+    Mutant(
+        "a prepared step's first half merges too",
+        (("indexer/steps.py", "slot=slot)[:-1])", "slot=slot))"),),
+        ("test_replay_run.py", "-k", "does_not_publish"),
+    ),
+    Mutant(
         "the replay checks the first segment's rows for all",
         (("replay/checker.py", "outputs[layer][first:]", "outputs[layer]"),),
         REPLAY_TESTS,

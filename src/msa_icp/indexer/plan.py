@@ -386,6 +386,8 @@ class MSAIcpIndexerPlan:
     ) -> MSAIcpDecodeStep:
         """What all layers of a decode step share; its `run(index_q, index_k, slot=)` does a layer.
 
+        `publish(index_q, index_k, slot=)` and `merge(slot=)` are its halves, for several ranks in one thread.
+
         Args: as for `decode`. The tensors are kept, and every layer reads what they hold then; `output` is
             the same for every layer, so take what it holds before the next one.
             debug: compare every layer's launches with those of a call of `decode`.

@@ -96,7 +96,12 @@ class MSAIcpDecodeStep:
     @property
     def tokens(self) -> int:
         """Query tokens of a layer."""
-        return int(self._buffers[4].shape[0])
+        return int(self.output.shape[0])
+
+    @property
+    def output(self) -> Tensor:
+        """The block ids of the layer that was merged last."""
+        return self._buffers[4]
 
     def run(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> None:
         """A layer: what `decode` does with this query, K shard and slot set.
@@ -109,6 +114,23 @@ class MSAIcpDecodeStep:
             RuntimeError: with `debug`, the launches differ from those of `decode`.
         """
         launch(self.record(index_q, index_k, slot=slot))
+
+    def publish(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> None:
+        """The first half of `run`: what `decode_publish` does. For several ranks in one thread or stream.
+
+        Raises: as `run`.
+        """
+        launch(self.record(index_q, index_k, slot=slot)[:-1])
+
+    def merge(self, *, slot: int) -> None:
+        """The second half: what `decode_merge` does, in the slot set of the `publish` before.
+
+        Raises:
+            ValueError: no layer has been published in this slot set.
+        """
+        if slot not in self._by_slot:
+            checks.refuse("slot", f"one that was published, of {sorted(self._by_slot)}", slot)
+        launch(self._by_slot[slot][-1:])
 
     def record(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> list[Launch]:
         """The launches of a layer, bound to it and not launched. The next layer binds the same ones."""
@@ -167,6 +189,11 @@ class MSAIcpPrefillStep:
     def tokens(self) -> int:
         """Query tokens of a layer."""
         return int(self._num_valid_pages.shape[0])
+
+    @property
+    def output(self) -> Tensor:
+        """The block ids of the layer that was merged last."""
+        return self._output
 
     def local(self, index_q: Tensor, index_k: Tensor) -> None:
         """A layer of all windows up to the exchange: what `prefill_local` does for each of them.

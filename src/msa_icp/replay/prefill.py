@@ -1,21 +1,17 @@
 """The prefill of one rank: the windows of prompt tokens, on their way from queries to merged blocks.
 
-Everything that a window needs is allocated once, for `--chunk-tokens` tokens of as many requests as the
-batch has rows; a window takes slices of it.
+Everything that a window needs is allocated once, in the sizes that the indexer tells; a window takes slices.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import msa_icp
 
-from ..geometry import BLOCK, LEGACY_WORDS, NUM_HEADS, TOP_K
+from ..geometry import BLOCK, LEGACY_WORDS, TOP_K
 from .engine import Window
-from .plan import Plan
 from .shard import Shard, Stopwatch
 from .synth import Synth
 
@@ -26,33 +22,25 @@ class Prefill:
     tokens: WindowTokens
     """Of the window that has begun."""
 
-    def __init__(self, plan: Plan, synth: Synth, shard: Shard, errors: Tensor, watch: Stopwatch) -> None:
-        options = plan.options
-        self._options = options
-        self._plan = plan
+    def __init__(
+        self,
+        indexer: msa_icp.MSAIcpIndexerPlan,
+        layers: int,
+        synth: Synth,
+        shard: Shard,
+        watch: Stopwatch,
+    ) -> None:
+        self._indexer = indexer
         self._synth = synth
         self._shard = shard
-        self._errors = errors
         self._watch = watch
-        most, segments, device = options.chunk_tokens, options.max_batch, shard.device
-        sizes = msa_icp.msa_icp_index_score_plan_storage(
-            num_qo_heads=NUM_HEADS, total_q=most, batch=segments, device=device
-        )
-        self._plan_storage: dict[str, Any] = {
-            "packed_work_range": torch.zeros(sizes["work_range_numel"], dtype=torch.int64, device=device),
-            "packed_work_info": torch.zeros(sizes["work_info_numel"], dtype=torch.int64, device=device),
-            "workspace": torch.empty(sizes["workspace_bytes"], dtype=torch.uint8, device=device),
-        }
-        pool = msa_icp.msa_icp_prefill_pool_bytes(total_q=most, batch=segments, device=device)
-        self._pool = torch.empty(pool, dtype=torch.uint8, device=device)
-        heads = options.heads_per_rank
-        self._carrier = torch.zeros(NUM_HEADS, most, LEGACY_WORDS, dtype=torch.int32, device=device)
-        self._received = torch.zeros(
-            options.world_size, heads, most, LEGACY_WORDS, dtype=torch.int32, device=device
-        )
-        self._merged = torch.empty(
-            options.sparse_layers, most, heads, TOP_K, dtype=torch.int32, device=device
-        )
+        device, heads, most = indexer.device, indexer.heads_per_rank, indexer.max_num_batched_tokens
+        self._pool = torch.empty(indexer.prefill_pool_shape(), dtype=torch.uint8, device=device)
+        carriers = torch.zeros(indexer.prefill_carrier_shape(), dtype=torch.int32, device=device)
+        self._carrier = carriers[0]
+        self._received = carriers[1].view(indexer.world_size, heads, most, LEGACY_WORDS)
+        self._output = torch.empty(most, heads, TOP_K, dtype=torch.int32, device=device)
+        self._merged = torch.empty(layers, most, heads, TOP_K, dtype=torch.int32, device=device)
 
     @property
     def carrier(self) -> Tensor:
@@ -70,67 +58,54 @@ class Prefill:
         return self._merged[:, : self.tokens.count]
 
     def begin(self, window: Window) -> None:
-        """Plan the window: once, for all layers."""
-        self.tokens = WindowTokens(window)
-        self._num_valid = (self.tokens.position // BLOCK + 1).to(torch.int32).to(self._shard.device)
+        """Plan the window and prepare the step: once, for all layers."""
+        tokens = self.tokens = WindowTokens(window)
         with self._watch("prefill", "planning"):
-            segments = window.segments
-            rows = torch.tensor([segment.row for segment in segments], device=self._shard.device)
-            self._table = self._shard.table[rows]
-            query_lens = [segment.tokens for segment in segments]
-            contexts = [segment.stop for segment in segments]
-            self._score_plan = msa_icp.msa_icp_index_score_sharded_plan_device(
-                self._numbers(query_lens),
-                self._numbers(contexts),
-                self._numbers(_prefix_sums(query_lens)),
-                self._numbers(_prefix_sums(contexts)),
-                self._numbers([segment.start for segment in segments]),
-                NUM_HEADS,
-                total_q=self.tokens.count,
-                max_query_len=max(query_lens),
-                max_seq_len=max(contexts),
-                **self._plan_storage,
+            num_valid = (tokens.position // BLOCK + 1).to(torch.int32).to(self._shard.device)
+            rows = torch.tensor([segment.row for segment in window.segments], device=self._shard.device)
+            self._step = self._indexer.prepare_prefill_step(
+                [(0, tokens.count, self._shard.table[rows], self._planned(window))],
+                None,
+                num_valid,
+                self.carrier,
+                self.received,
+                self._output[: tokens.count],
+                pool=self._pool,
             )
+
+    def _planned(self, window: Window) -> msa_icp.MSAIcpScorePlan:
+        segments = window.segments
+        query_lens = [segment.tokens for segment in segments]
+        contexts = [segment.stop for segment in segments]
+        return self._indexer.prefill_window_plan(
+            0,
+            self._numbers(query_lens),
+            self._numbers(contexts),
+            self._numbers(_prefix_sums(query_lens)),
+            self._numbers(_prefix_sums(contexts)),
+            self._numbers([segment.start for segment in segments]),
+            total_q=window.tokens,
+            max_query_len=max(query_lens),
+            max_seq_len=max(contexts),
+        )
 
     def _numbers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._shard.device)
 
     def local(self, layer: int) -> None:
         """Write the keys of the window, score this rank's shard and select its Top16 into the carrier."""
-        tokens, options, shard = self.tokens, self._options, self._shard
+        tokens, shard = self.tokens, self._shard
         shard.write("prefill", tokens.request, tokens.position, tokens.row, layer)
         with self._watch("prefill", "synthesis"):
             queries = self._synth.queries(tokens.request, tokens.position, layer).to(shard.device)
         with self._watch("prefill", "scoring"):
-            msa_icp.msa_icp_prefill_score_select(
-                queries,
-                shard.index_k[layer],
-                self._table,
-                self._score_plan,
-                self._num_valid,
-                self._pool,
-                self.carrier,
-                rank=shard.layout.rank,
-                tp=options.world_size,
-                compact=options.page_size != BLOCK,
-                force_begin_blocks=options.init_blocks,
-                force_end_blocks=options.local_blocks,
-                backend=self._plan.prefill_backend,
-            )
+            self._step.local(queries, shard.index_k[layer])
 
     def merge(self, layer: int) -> None:
         """Merge what all ranks sent for this rank's heads."""
         with self._watch("prefill", "merging"):
-            msa_icp.msa_icp_merge_candidates(
-                self.received,
-                self._num_valid,
-                self.merged[layer],
-                self._errors,
-                init_blocks=self._options.init_blocks,
-                local_blocks=self._options.local_blocks,
-                prefill=True,
-                backend=self._plan.backend,
-            )
+            self._step.merge()
+            self.merged[layer].copy_(self._step.output)  # the next layer's come to the same place
 
 
 class WindowTokens:

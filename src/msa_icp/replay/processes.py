@@ -121,7 +121,6 @@ def _run_rank(plan: Plan, rank: int, port: int, parent: Connection) -> _Done:
             parent.send(progress)
 
     try:
-        msa_icp.warmup("cpu", plan.backend)
         synth = Synth(plan.requests, plan.options.seed)
         with msa_icp.ReceiveStorage.create(capacity=plan.options.capacity) as storage:
             one = Rank(plan, synth, storage)

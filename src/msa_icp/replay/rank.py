@@ -1,7 +1,7 @@
 """One rank of the replay: its shards, and what it does in every step and layer.
 
 This is the caller's side of the library: a rank holds queries of all four heads and its share of the
-keys, and uses nothing but the public functions.
+keys, and runs them through the indexer, as an engine does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RankResult:
     prefill_digest: int
     """The same of prompt tokens."""
     phases: dict[str, dict[str, float]]
-    """Seconds by part and phase; 'exchange' contains the waits for the other ranks."""
+    """Seconds by part and phase; 'exchange' contains the waits for the other ranks (docs/replay.md)."""
     followed: list[tuple[int, list[list[int]]]]
     """For tokens of the followed request their positions and the ids of each head, layer 0."""
 
@@ -84,86 +84,83 @@ class Rank:
         self.storage = storage
         self.watch = Stopwatch()
         self._shard = Shard(plan, synth, storage.rank, storage.device, self.watch)
-        self.prefill = Prefill(plan, synth, self._shard, storage.errors, self.watch)
+        indexer = self._indexer = self._prepared(plan.backend)
+        # The backend of decode may have no prefill.
+        prompts = indexer if plan.prefill_backend == plan.backend else self._prepared(plan.prefill_backend)
+        self.prefill = Prefill(prompts, options.sparse_layers, synth, self._shard, self.watch)
         self._first_head = storage.rank * storage.heads_per_rank
         heads = range(self._first_head, self._first_head + storage.heads_per_rank)
         self._checker = Checker(options, synth, heads)
         self._device = storage.device
-        columns = self._shard.columns
-        self._scores = torch.empty(options.capacity, NUM_HEADS, columns, device=self._device)
-        self._merged = torch.empty(
-            (options.sparse_layers, options.capacity, storage.heads_per_rank, TOP_K),
-            dtype=torch.int32,
-            device=self._device,
-        )
+        self._scores = torch.empty(indexer.decode_scores_shape(), device=self._device)
+        output = (options.capacity, storage.heads_per_rank, TOP_K)
+        self._output = torch.empty(output, dtype=torch.int32, device=self._device)
+        self._merged = torch.empty((options.sparse_layers, *output), dtype=torch.int32, device=self._device)
         self._steps = self._decode_steps = self._tokens = self._k_bytes = self._digest = 0
         self._windows = self._prefill_tokens = self._prefill_k_bytes = self._prefill_digest = 0
         self._followed: list[tuple[int, list[list[int]]]] = []
 
+    def _prepared(self, backend: str) -> msa_icp.MSAIcpIndexerPlan:
+        """An indexer for the limits of the replay, with every kernel loaded."""
+        options, storage = self._options, self.storage
+        indexer = msa_icp.prepare_msa_icp_indexer(
+            world_size=storage.world_size,
+            rank=storage.rank,
+            num_index_heads=NUM_HEADS,
+            page_size=options.page_size,
+            init_blocks=options.init_blocks,
+            local_blocks=options.local_blocks,
+            max_decode_tokens=options.capacity,
+            max_decode_query_len=options.query_len,
+            max_num_batched_tokens=options.chunk_tokens,
+            max_num_seqs=options.max_batch,
+            max_model_len=self._plan.longest,
+            # One layer a step is right for tagged rows too, as the rotation of `slot_set` never restarts.
+            num_sparse_layers=max(2, options.sparse_layers),
+            device=storage.device,
+            backend=backend,
+            spin_limit=SPIN_LIMIT,
+        )
+        indexer.warmup()
+        return indexer
+
     # ------------------------------------------------------------ a step
 
     def begin(self, step: Step) -> None:
-        """Follow the schedule: the block table, cached prompts, and the metadata of batch and window."""
+        """Follow the schedule: the block table, cached prompts, and what the layers share."""
         self._shard.follow(step)
-        self._batch = _Batch(step, self._options.query_len, self._device)
+        batch = self._batch = _Batch(step, self._options.query_len, self._device)
+        if step.rows:
+            self._step = self._indexer.prepare_decode_step(
+                self._shard.table[: batch.size],
+                batch.seq_lens,
+                batch.num_valid,
+                self._scores,
+                self._output[: batch.tokens],
+                comm=self.storage,
+                tagged=self._options.tagged,
+                decode_query_len=self._options.query_len,
+            )
         if step.window is not None:
             self.prefill.begin(step.window)
 
     def publish(self, layer: int, slot: int) -> None:
         """Write the new tokens' keys, score this rank's shard, send its Top16 rows to their owners."""
-        batch, options, storage = self._batch, self._options, self.storage
+        batch = self._batch
         self._shard.write("decode", batch.request, batch.position, batch.row, layer)
         with self.watch("decode", "synthesis"):
-            queries = torch.zeros(batch.tokens, NUM_HEADS, HEAD_DIM, dtype=torch.uint8)
-            queries[batch.token] = self._synth.queries(batch.request, batch.position, layer).view(torch.uint8)
-        table = self._shard.table[: batch.size]
-        scores = self._scores[: batch.tokens]
+            made = torch.zeros(batch.tokens, NUM_HEADS, HEAD_DIM, dtype=torch.uint8)
+            made[batch.token] = self._synth.queries(batch.request, batch.position, layer).view(torch.uint8)
+            queries = made.view(torch.float8_e4m3fn).to(self._device)
         with self.watch("decode", "scoring"):
-            msa_icp.msa_icp_decode_index_score_sharded(
-                queries.view(torch.float8_e4m3fn).to(self._device),
-                self._shard.index_k[layer],
-                table,
-                batch.seq_lens,
-                scores,
-                decode_query_len=options.query_len,
-                max_decode_query_len=options.query_len,
-                **self._shard.arguments,
-            )
-        with self.watch("decode", "exchange"):
-            msa_icp.msa_icp_topk_select_publish(
-                scores,
-                batch.num_valid,
-                storage.tagged_recv_bases if options.tagged else storage.recv_bases,
-                storage.errors,
-                slot=slot,
-                rank=storage.rank,
-                world_size=storage.world_size,
-                heads_per_rank=storage.heads_per_rank,
-                capacity=storage.capacity,
-                force_begin_blocks=options.init_blocks,
-                force_end_blocks=options.local_blocks,
-                spin_limit=SPIN_LIMIT,
-                generations=storage.publish_generations if options.tagged else None,
-                index_scale=self._shard.layout.index_scale,
-                index_offset=self._shard.layout.index_offset,
-                backend=self._plan.backend,
-            )
+            self._step.publish(queries, self._shard.index_k[layer], slot=slot)
 
     def merge(self, layer: int, slot: int) -> None:
         """Merge what all ranks sent for this rank's heads."""
-        storage, options = self.storage, self._options
         with self.watch("decode", "exchange"):
-            msa_icp.msa_icp_merge_candidates(
-                (storage.tagged_recv if options.tagged else storage.recv)[slot],
-                self._batch.num_valid,
-                self._merged[layer, : self._batch.tokens],
-                storage.errors,
-                init_blocks=options.init_blocks,
-                local_blocks=options.local_blocks,
-                spin_limit=SPIN_LIMIT,
-                expected_generations=storage.expected_generations[slot] if options.tagged else None,
-                backend=self._plan.backend,
-            )
+            self._step.merge(slot=slot)
+            # The next layer's come to the same place.
+            self._merged[layer, : self._batch.tokens].copy_(self._step.output)
 
     def finish(self) -> None:
         """Raise if a peer did not come; otherwise count and check what was merged."""

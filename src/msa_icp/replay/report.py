@@ -200,7 +200,11 @@ def _decode_lines(outcome: Outcome) -> Iterator[tuple[str, str]]:
         f"{outcome.rate('decode', outcome.tokens):,.0f} tokens/s",
     )
     scoring = outcome.phases.get("decode", {}).get("scoring", 0.0)
-    rate = f", {outcome.k_bytes_per_rank / scoring / 1e9:.2f} GB/s while scoring" if scoring else ""
+    rate = (
+        f", {outcome.k_bytes_per_rank / scoring / 1e9:.2f} GB/s while scoring and selecting"
+        if scoring
+        else ""
+    )
     yield "  K read per rank", _read(outcome, outcome.k_bytes_per_rank) + rate
 
 

@@ -115,7 +115,6 @@ def replay(plan: Plan, progress: Callable[[Progress], None] = lambda _: None) ->
 def _run_in_process(
     plan: Plan, interrupt: Interrupt, progress: Callable[[Progress], None]
 ) -> tuple[list[RankResult], Counts]:
-    msa_icp.warmup(plan.options.device, plan.backend)
     synth = Synth(plan.requests, plan.options.seed)
     with msa_icp.ReceiveStorage.in_process(
         plan.options.world_size, capacity=plan.options.capacity, device=plan.options.device

@@ -64,10 +64,8 @@ class Shard:
             torch.full(shape, _NAN_BYTE, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
             for _ in range(options.sparse_layers)
         ]
-        self.columns = msa_icp.msa_icp_decode_score_columns(plan.longest, options.page_size)
-        self.table = torch.full(
-            (options.batch_rows, self.columns), 2**31 - 1, dtype=torch.int32, device=device
-        )
+        columns = msa_icp.msa_icp_decode_score_columns(plan.longest, options.page_size)
+        self.table = torch.full((options.batch_rows, columns), 2**31 - 1, dtype=torch.int32, device=device)
 
     def follow(self, step: Step) -> None:
         """Update the block table, and write the keys of prompts that are cached but not in their pages."""

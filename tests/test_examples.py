@@ -1,0 +1,47 @@
+"""The examples run, and what they compare can differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loading import ROOT, example
+
+from msa_icp import reference
+from msa_icp.indexer import MSAIcpDecodeStep, MSAIcpPrefillStep
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_serving_loop_proves_itself(device, capsys):
+    example("serving_loop").main(["--device", device])
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"4 ranks on {device}: 6 steps of 57 layers in ")
+    assert last == "36 rows compared with the reference, none differs"  # 6 steps, 3 of them with a chunk
+
+
+@pytest.mark.parametrize("kind", [MSAIcpDecodeStep, MSAIcpPrefillStep])
+def test_the_serving_loop_notices_a_wrong_block(kind, monkeypatch):
+    merge = kind.merge
+
+    def wrong(step, **slot):
+        merge(step, **slot)
+        step.output[-1, 0, 3] += 1
+        step.output[-2, 0, 3] += 1  # of a decode batch the last row is empty at first
+
+    monkeypatch.setattr(kind, "merge", wrong)
+    with pytest.raises(AssertionError, match=r"^position 2[0-9]{3}: expected "):
+        example("serving_loop").main(["--device", "cpu", "--layers", "2", "--steps", "1"])
+
+
+def test_the_first_program_selects_as_one_rank_would(capsys):
+    _, program = (ROOT / "README.md").read_text().split("## A first program\n\n```python\n")
+    names: dict = {}
+    exec(program.split("```")[0], names)
+    keys = names["cache"][names["block_table"][0].long()].flatten(0, 1)[:8000]
+    (expected,) = reference.select_unsharded(names["index_q"], keys, [7999], 0, 1)
+    lines = [f"head {head} attends to the blocks {ids}" for head, ids in enumerate(expected)]
+    assert capsys.readouterr().out.splitlines() == lines
