@@ -4,7 +4,9 @@ The names of `flashinfer.msa_ops`' `msa_icp_*` functions with the same signature
 that a backend serves; `backends(device)` tells which.
 """
 
+from . import custom_ops as _custom_ops  # noqa: F401  (registers the ops of torch.compile)
 from .api import (
+    merge_received,
     msa_icp_comm_layout,
     msa_icp_decode_index_score_sharded,
     msa_icp_decode_pool_bytes,
@@ -20,6 +22,7 @@ from .api import (
     msa_icp_prefill_score_select,
     msa_icp_topk_select_prefill,
     msa_icp_topk_select_publish,
+    register_comm,
     write_index_keys,
 )
 from .cache import num_valid_pages, shard_index_keys
@@ -38,6 +41,7 @@ __all__ = [
     "backends",
     "exchange_prefill",
     "is_supported",
+    "merge_received",
     "msa_icp_comm_layout",
     "msa_icp_decode_index_score_sharded",
     "msa_icp_decode_pool_bytes",
@@ -54,6 +58,7 @@ __all__ = [
     "msa_icp_topk_select_prefill",
     "msa_icp_topk_select_publish",
     "num_valid_pages",
+    "register_comm",
     "shard_index_keys",
     "warmup",
     "write_index_keys",

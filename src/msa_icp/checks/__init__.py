@@ -22,6 +22,7 @@ from .arguments import (
     unit_last_stride,
 )
 from .decode import (
+    comm_rows,
     decode_inputs,
     decode_score,
     merge,
@@ -46,6 +47,7 @@ from .prefill import (
 
 __all__ = [
     "at_least",
+    "comm_rows",
     "decode_inputs",
     "decode_score",
     "device",

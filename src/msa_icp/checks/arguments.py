@@ -110,7 +110,7 @@ def tensor(
         refuse(name, f"on {device}", f"on {value.device}")
     if contiguous and not value.is_contiguous():
         refuse(name, "contiguous", f"of strides {value.stride()} at shape {list(value.shape)}")
-    if value.data_ptr() % aligned:
+    if aligned > 1 and value.data_ptr() % aligned:
         refuse(name, f"{aligned}-byte aligned", f"at address {value.data_ptr():#x}")
     return value
 
