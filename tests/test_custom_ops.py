@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 import msa_icp
-from msa_icp import dispatch, receive_rows, verify
+from msa_icp import dispatch, receive_rows
 
 OPS = {
     "score": "decode_index_score_sharded",
@@ -215,14 +215,13 @@ def assert_ranks_equal(left: Ranks, right: Ranks) -> None:
 
 
 @pytest.mark.exchange
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("world_size", "fused", "tagged"),
     [(2, False, False), (2, True, True), (4, False, True), (4, True, False)],
 )
 def test_decode_chain(backend, device, world_size, fused, tagged, monkeypatch):
     """Bit for bit the eager chain: one graph for the first batch, and one for any size and slot set."""
-    if verify.is_slow(backend, device) and world_size == 4:
-        pytest.skip("too much for interpreted kernels")
     eager, other = (Ranks.of(world_size, device, backend, tagged=tagged, fused=fused) for _ in range(2))
     step = compiled(decode_step)
     given = record_addresses(monkeypatch)
@@ -241,10 +240,9 @@ def test_decode_chain(backend, device, world_size, fused, tagged, monkeypatch):
 
 
 @pytest.mark.exchange
+@pytest.mark.large
 def test_inductor_copies_nothing(backend, device, monkeypatch):
     """Whatever an op writes or waits for in the compiled chain is the caller's own memory."""
-    if verify.is_slow(backend, device):
-        pytest.skip("inductor is the same for interpreted kernels")
     eager, other = (Ranks.of(2, device, backend, tagged=True, fused=False) for _ in range(2))
     layers = compiled(decode_layers, "inductor", dynamic=True)
     for requests in (3, 5):
@@ -269,11 +267,10 @@ def test_inductor_copies_nothing(backend, device, monkeypatch):
 
 
 @pytest.mark.exchange
+@pytest.mark.large
 @forms
 def test_any_order_that_the_graph_allows_is_right(backend, device, tagged):
     """Of the nodes whose inputs are there the one that the program has last runs first."""
-    if verify.is_slow(backend, device):
-        pytest.skip("the order is the same for interpreted kernels")
     orders: list[list[int]] = []
 
     def last_first(module: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -302,6 +299,7 @@ def test_any_order_that_the_graph_allows_is_right(backend, device, tagged):
 
 
 @pytest.mark.prefill
+@pytest.mark.large
 def test_prefill_chain(backend, device):
     layer = compiled(prefill_layer)
     for tokens in (3, 7, 5):

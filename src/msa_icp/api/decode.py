@@ -500,7 +500,8 @@ def write_index_keys(
         request_index: `int32 [n]`, contiguous: row of `block_table` of each key's request. For a
             decode batch, key `t` belongs to request `t // decode_query_len`.
         block_table: `int32 [B, columns]`, unit last stride.
-        index_k: the K shard, as for `msa_icp_decode_index_score_sharded`; written.
+        index_k: the K shard, as for `msa_icp_decode_index_score_sharded`; written. Under `torch.compile`,
+            shards of several layers in one record must be cut out of one `float8_e4m3fn` view of it.
         rank, world_size, page_size: which shard.
         backend: section 12.
 
