@@ -48,8 +48,8 @@ MUTANTS = (
         (
             (
                 "api/decode.py",
-                "if not prefill or expected_generations is not None:",
-                "if expected_generations is not None:",
+                "if prefill and expected_generations is None:",
+                "if expected_generations is None:",
             ),
         ),
         (FILE, "-k", "refused_by_name"),

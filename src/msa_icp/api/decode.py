@@ -15,12 +15,6 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import checks, dispatch, geometry, rows
 
-COMPILED_MERGE = (
-    "msa_icp_merge_candidates: torch.compile may copy recv_slot, and peers would write into what is left "
-    "behind; call merge_received(comm, ...) in the compiled function, or pass prefill=True for rows that "
-    "came by an all-to-all"
-)
-
 
 def msa_icp_decode_score_columns(max_model_len: int, page_size: int) -> int:
     """Score columns for contexts of up to `max_model_len` tokens (section 4).
@@ -326,20 +320,23 @@ def msa_icp_merge_candidates(
             been written.
     """
     if is_dynamo_compiling():
-        if not prefill or expected_generations is not None:
-            raise ValueError(COMPILED_MERGE)
-        torch.ops.msa_icp.merge_prefill(
-            recv_slot,
-            num_valid_pages,
-            output,
-            errors,
-            init_blocks=init_blocks,
-            local_blocks=local_blocks,
-            spin_limit=spin_limit,
-            enable_pdl=enable_pdl,
-            backend=backend,
+        if prefill and expected_generations is None:
+            torch.ops.msa_icp.merge_prefill(
+                recv_slot,
+                num_valid_pages,
+                output,
+                errors,
+                init_blocks=init_blocks,
+                local_blocks=local_blocks,
+                spin_limit=spin_limit,
+                enable_pdl=enable_pdl,
+                backend=backend,
+            )
+            return
+        torch._dynamo.graph_break(  # an error with fullgraph; without, what follows runs eagerly
+            msg="msa_icp_merge_candidates: torch.compile may copy recv_slot, and peers would write into what "
+            "is left behind; call merge_received(comm, ...) in the compiled function. prefill=True is fine"
         )
-        return
     checks.merge(
         recv_slot,
         num_valid_pages,
