@@ -192,7 +192,7 @@ def prefill_score_select(
     )
 
 
-MUTATED: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
+OPS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
     "decode_index_score_sharded": (api.msa_icp_decode_index_score_sharded, ("score_out",)),
     "topk_select_publish": (api.msa_icp_topk_select_publish, ("recv_bases", "errors", "generations")),
     "merge_received": (merge_received, ("recv_bases", "output", "errors", "expected_generations")),
@@ -217,7 +217,7 @@ def _nothing(*arguments: object, **numbers: object) -> None:
     """Every fake kernel: an op returns nothing, and fakes have no contents to write."""
 
 
-for _name, (_function, _mutated) in MUTATED.items():
+for _name, (_function, _mutated) in OPS.items():
     LIBRARY.define(_name + torch.library.infer_schema(_function, mutates_args=_mutated), tags=TAGS)
     LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"msa_icp::{_name}", _nothing, lib=LIBRARY)
