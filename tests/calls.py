@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ from torch import Tensor
 import msa_icp
 from msa_icp import cases, prefill_cases, verify
 from msa_icp.cases import poisoned
+
+COMM_FIELDS = (
+    *("recv", "tagged_recv", "recv_bases", "tagged_recv_bases"),
+    *("publish_generations", "expected_generations", "errors"),
+)
 
 
 @dataclass
@@ -97,6 +103,25 @@ def merge_call(device: str, backend: str, tagged: bool = False, prefill: bool = 
         "backend": backend,
     }
     return Call(msa_icp.msa_icp_merge_candidates, arguments, group)
+
+
+def merge_received_call(device: str, backend: str) -> Call:
+    """The same rows as in `merge_call`, by their communicator."""
+    call = merge_call(device, backend)
+    for name in ("recv_slot", "errors", "expected_generations", "prefill"):
+        del call.arguments[name]
+    arguments = {**call.arguments, "comm": call.group[0], "slot": 1, "tagged": False}
+    return Call(msa_icp.merge_received, arguments, call.group)
+
+
+def own_comm(storage: msa_icp.ReceiveStorage, **changes: Any) -> SimpleNamespace:
+    """A caller's own communicator: the fields of a storage, some of them changed."""
+    return SimpleNamespace(**{name: getattr(storage, name) for name in COMM_FIELDS} | changes)
+
+
+def register_call(device: str, backend: str) -> Call:
+    group = msa_icp.ReceiveStorage.in_process(2, capacity=6, device=device)
+    return Call(msa_icp.register_comm, {"comm": own_comm(group[0])}, group)
 
 
 def fused_call(device: str, backend: str, tagged: bool = True) -> Call:
@@ -224,6 +249,8 @@ CALLS: dict[str, Callable[[str, str], Call]] = {
     "merge": merge_call,
     "merge tagged": lambda d, b: merge_call(d, b, tagged=True),
     "merge prefill": lambda d, b: merge_call(d, b, prefill=True),
+    "received": merge_received_call,
+    "register": register_call,
     "fused": fused_call,
     "fused legacy": lambda d, b: fused_call(d, b, tagged=False),
     "write": write_call,
@@ -260,7 +287,7 @@ CALLS: dict[str, Callable[[str, str], Call]] = {
         {"world_size": 2, "capacity": 3, "heads_per_rank": 2, "device": d},
     ),
 }
-EXCHANGE = {"publish", "merge", "fused", "storage"}
+EXCHANGE = {"publish", "merge", "received", "fused", "storage"}
 PREFILL = {"device-plan", "prefill-score", "prefill-select", "prefill-fused"}
 
 

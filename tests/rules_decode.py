@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from calls import own_comm
 from rules import (
     Rule,
     as_type,
@@ -20,6 +24,11 @@ from rules import (
     valid_pages_rules,
     with_strides,
 )
+
+
+def with_field(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
+    """A communicator like the given one, one of its tensors changed."""
+    return lambda comm: own_comm(comm, **{name: change(getattr(comm, name))})
 
 
 def decode_rules(call: str) -> list[Rule]:
@@ -227,6 +236,24 @@ DECODE_RULES: list[Rule] = [
     ("merge tagged", "prefill", True, "expected_generations|prefill", "."),
     ("merge prefill", "enable_pdl", True, "enable_pdl", "True"),
     *backend_rules("merge"),
+    ("received", "comm", with_field("recv", as_type(torch.int64)), "recv_slot", "torch.int64"),
+    *integer_rules("received", "slot", -1, 3),
+    *flag_rules("received", "tagged"),
+    ("received", "output", as_type(torch.int64), "output", "torch.int64"),
+    *valid_pages_rules("received"),
+    *integer_rules("received", "spin_limit", 0, 2**31),
+    *forced_rules("received", "init_blocks", "local_blocks"),
+    *flag_rules("received", "enable_pdl"),
+    *backend_rules("received"),
+    ("register", "comm", no_tensor, "comm.recv", "NoneType"),
+    ("register", "comm", with_field("recv", as_type(torch.int64)), "comm.recv", "torch.int64"),
+    ("register", "comm", with_field("recv", longer(0)), "comm.recv", r"\[4, 2, 2, 6, 33\]"),
+    ("register", "comm", with_field("recv", longer(1)), "world_size", "3"),
+    ("register", "comm", with_field("recv", longer(2)), "heads_per_rank", "3"),
+    ("register", "comm", with_field("recv", every_other), "comm.recv", "strides"),
+    ("register", "comm", with_field("tagged_recv", no_tensor), "comm.tagged_recv", "NoneType"),
+    ("register", "comm", with_field("tagged_recv", longer(3)), "comm.tagged_recv", r"7, 32\]"),
+    ("register", "comm", with_field("tagged_recv", elsewhere), "comm.tagged_recv", "on "),
     *decode_rules("fused"),
     *valid_pages_rules("fused"),
     *tensor_rules(

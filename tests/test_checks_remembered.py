@@ -295,7 +295,7 @@ def test_the_rules_look_at_nothing_that_is_not_remembered(name):
     recorded = {k: v.as_subclass(Recorder) if isinstance(v, Tensor) else v for k, v in arguments.items()}
     check.__wrapped__(**recorded)
     facts = {"shape", "stride", "dtype", "device", "data_ptr", "requires_grad"}
-    assert {"shape", "stride", "dtype", "device", "data_ptr"} <= Recorder.asked
+    assert {"shape", "stride", "dtype", "device"} <= Recorder.asked
     assert Recorder.asked <= facts | {"layout", "dim", "numel", "is_contiguous"}
     assert all(SIXTEEN % modulus == 0 for modulus in Recorder.moduli)
 
@@ -385,7 +385,7 @@ def test_a_second_call_through_the_entry_point(backend, device, name):
 
 
 def test_a_compiled_program_calls_the_entry_points():
-    """Dynamo breaks the graph at an address; the checks then run as ever."""
+    """The checks run when the graph does, as ever. An op takes True for 1: its schema says integer."""
     call = CALLS["write"]("cpu", "torch")
     step = torch.compile(msa_icp.write_index_keys, backend="eager")
     expected = call.arguments["index_k"].clone()
@@ -393,5 +393,5 @@ def test_a_compiled_program_calls_the_entry_points():
     for _ in range(3):
         step(**call.arguments)
     assert torch.equal(call.arguments["index_k"].view(torch.uint8), expected.view(torch.uint8))
-    with pytest.raises(ValueError, match="rank: must be an integer from 0 to 1, was True"):
-        step(**{**call.arguments, "rank": True})
+    with pytest.raises(ValueError, match="rank: must be an integer from 0 to 1, was 2"):
+        step(**{**call.arguments, "rank": 2})

@@ -58,6 +58,11 @@ SIGNATURES = {
         "force_begin_blocks=0, force_end_blocks=0, enable_pdl=False, backend='cake'"
     ),
     "msa_icp_prefill_pool_bytes": "*, total_q, batch, device, num_heads=4",
+    "merge_received": (
+        "comm, num_valid_pages, output, *, slot, tagged, init_blocks, local_blocks, spin_limit=67108864, "
+        "enable_pdl=False, backend='cake'"
+    ),
+    "register_comm": "comm",
     "exchange_prefill": "carrier, received, group=None",
     "write_index_keys": (
         "keys, positions, request_index, block_table, index_k, *, rank, world_size, page_size, backend='cake'"
@@ -91,7 +96,12 @@ def test_public_names_are_documented(name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SIGNATURES if name.startswith(("msa_icp_", "write", "shard", "exchange"))]
+    "name",
+    [
+        name
+        for name in SIGNATURES
+        if name.startswith(("msa_icp_", "write", "shard", "exchange", "merge", "register"))
+    ],
 )
 def test_docstrings_name_every_argument_and_the_errors(name):
     text = inspect.getdoc(getattr(msa_icp, name))
@@ -131,6 +141,7 @@ merged = verify.exchange(case, None, tagged=True, backend="torch", device="cpu")
 assert merged[0][1].shape == (1, 2, 16)
 assert msa_icp.backends("cpu")["torch"] is None
 assert "msa_icp.cli" not in sys.modules
+assert "torch._dynamo" not in sys.modules  # a second to import, which torch.compile alone should cost
 print("done")
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -4,7 +4,9 @@ The names of `flashinfer.msa_ops`' `msa_icp_*` functions with the same signature
 that a backend serves; `backends(device)` tells which. `install()` puts them behind FlashInfer's own names.
 """
 
+from . import custom_ops as _custom_ops  # noqa: F401  (registers the ops of torch.compile)
 from .api import (
+    merge_received,
     msa_icp_comm_layout,
     msa_icp_decode_index_score_sharded,
     msa_icp_decode_pool_bytes,
@@ -20,6 +22,7 @@ from .api import (
     msa_icp_prefill_score_select,
     msa_icp_topk_select_prefill,
     msa_icp_topk_select_publish,
+    register_comm,
     write_index_keys,
 )
 from .cache import num_valid_pages, shard_index_keys
@@ -42,6 +45,7 @@ __all__ = [
     "exchange_prefill",
     "install",
     "is_supported",
+    "merge_received",
     "msa_icp_comm_layout",
     "msa_icp_decode_index_score_sharded",
     "msa_icp_decode_pool_bytes",
@@ -59,6 +63,7 @@ __all__ = [
     "msa_icp_topk_select_publish",
     "num_valid_pages",
     "prepare_msa_icp_indexer",
+    "register_comm",
     "shard_index_keys",
     "uninstall",
     "warmup",

@@ -80,6 +80,23 @@ class MSAIcpScorePlan:
     max_query_len: int
     columns: int
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors, in the order of the fields."""
+        return [
+            self.qo_segment_lens,
+            self.kv_segment_lens,
+            self.qo_segment_offsets,
+            self.kv_segment_offsets,
+            self.qo_offset,
+            self.packed_work_range,
+            self.packed_work_info,
+            self.workspace,
+        ]
+
+    def numbers(self) -> list[int]:
+        """The numbers, in the order of the fields, behind the tensors."""
+        return [self.total_q, self.num_qo_heads, self.batch, self.max_query_len, self.columns]
+
 
 def default_device() -> torch.device:
     """Where a host's plan goes if nobody says: the current CUDA device, the CPU where there is none."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import checks, geometry, shared_memory, symmetric_memory
+from . import checks, geometry, receive_rows, shared_memory, symmetric_memory
 from .agreement import GroupExchange, agreement, gather
 
 
@@ -58,6 +58,8 @@ class ReceiveStorage:
         publish_generations: int32 `[3, 4, capacity]`, this rank's tagged publishes.
         expected_generations: int32 `[3, hpr, capacity]`, this rank's tagged merges.
         errors: int32 `[4]`: failed rows, then slot + 1, rank mask and token of the first.
+        recv_address, tagged_recv_address: where `recv` and `tagged_recv` lie, which `merge_received` needs in
+            a function that `torch.compile` traces; 0 once closed.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class ReceiveStorage:
         legacy_words = tagged_offset // 4
         self.recv = words[:legacy_words].view(layout["legacy_shape"])
         self.tagged_recv = words[legacy_words:].view(torch.int64).view(layout["tagged_shape"])
+        self.recv_address = receive_rows.announce(self.recv)
+        self.tagged_recv_address = receive_rows.announce(self.tagged_recv)
         bases = [peer.data_ptr() for peer in self._peers]
         self.recv_bases = torch.tensor(bases, dtype=torch.int64, device=self.device)
         self.tagged_recv_bases = self.recv_bases + tagged_offset
@@ -179,7 +183,7 @@ class ReceiveStorage:
             checks.refuse("device", "cpu, or cuda where PyTorch finds a GPU", device)
         count = geometry.comm_layout(world, heads, rows)["storage_words"]
         words = [torch.zeros(count, dtype=torch.int32, device=where) for _ in range(world)]
-        return LocalGroup(
+        group = LocalGroup(
             ReceiveStorage(
                 rank=rank,
                 world_size=world,
@@ -191,6 +195,9 @@ class ReceiveStorage:
             )
             for rank in range(world)
         )
+        for storage in group:  # a compiled graph keeps exchanges over one and the same bases in order
+            storage.recv_bases, storage.tagged_recv_bases = group[0].recv_bases, group[0].tagged_recv_bases
+        return group
 
     # ------------------------------------------------------------ use
 
@@ -299,6 +306,9 @@ class ReceiveStorage:
         try:
             _finish(self.device)  # kernels in flight still write into what may go now
         finally:
+            receive_rows.withdraw(self.recv_address)
+            receive_rows.withdraw(self.tagged_recv_address)
+            self.recv_address = self.tagged_recv_address = 0
             empty = torch.empty(0, dtype=torch.int32, device=self.device)
             self._words, self._peers, self._mapping = empty, (), None
             self._exchange = None  # or a group that is destroyed would keep its connections

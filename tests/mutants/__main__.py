@@ -22,7 +22,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import bench, checks, decode, exchange, indexer, install, kernels, prefill, replay
+from . import bench, checks, compiled, decode, exchange, indexer, install, kernels, prefill, replay
 from .fault import Mutant
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -40,6 +40,7 @@ BASELINE = (
     "test_checks.py",
     "test_checks_remembered.py",
     "test_storage.py",
+    "test_custom_ops.py",
     "test_exchange_model.py",
     "test_symmetric_memory.py",
     "test_prefill_plan.py",
@@ -79,6 +80,7 @@ MUTANTS = (
     decode.MUTANTS
     + exchange.MUTANTS
     + checks.MUTANTS
+    + compiled.MUTANTS
     + prefill.MUTANTS
     + kernels.MUTANTS
     + indexer.MUTANTS

@@ -20,8 +20,10 @@ from .prefill import (
     msa_icp_prefill_score_select,
     msa_icp_topk_select_prefill,
 )
+from .received import merge_received, register_comm
 
 __all__ = [
+    "merge_received",
     "msa_icp_comm_layout",
     "msa_icp_decode_index_score_sharded",
     "msa_icp_decode_pool_bytes",
@@ -37,5 +39,6 @@ __all__ = [
     "msa_icp_prefill_score_select",
     "msa_icp_topk_select_prefill",
     "msa_icp_topk_select_publish",
+    "register_comm",
     "write_index_keys",
 ]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import checks, dispatch, geometry, rows
 
@@ -119,6 +121,22 @@ def msa_icp_decode_index_score_sharded(
         ValueError: an argument breaks a rule, or the backend does not serve the device; nothing has
             been written.
     """
+    if is_dynamo_compiling():
+        torch.ops.msa_icp.decode_index_score_sharded(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            score_out,
+            rank=rank,
+            world_size=world_size,
+            page_size=page_size,
+            decode_query_len=decode_query_len,
+            max_decode_query_len=max_decode_query_len,
+            enable_pdl=enable_pdl,
+            backend=backend,
+        )
+        return
     shard = checks.decode_score(
         index_q,
         index_k,
@@ -197,6 +215,27 @@ def msa_icp_topk_select_publish(
         ValueError: an argument breaks a rule, or the backend does not serve the device; nothing has
             been written.
     """
+    if is_dynamo_compiling():
+        torch.ops.msa_icp.topk_select_publish(
+            scores,
+            num_valid_pages,
+            recv_bases,
+            errors,
+            slot=slot,
+            rank=rank,
+            world_size=world_size,
+            heads_per_rank=heads_per_rank,
+            capacity=capacity,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            spin_limit=spin_limit,
+            enable_pdl=enable_pdl,
+            generations=generations,
+            index_scale=index_scale,
+            index_offset=index_offset,
+            backend=backend,
+        )
+        return
     checks.publish(
         scores,
         num_valid_pages,
@@ -257,7 +296,8 @@ def msa_icp_merge_candidates(
 
     Args:
         recv_slot: one slot set of the receive storage, unit last stride: `int32 [W, hpr, capacity, 33]`
-            or, with `expected_generations`, `int64 [W, hpr, capacity, 32]`.
+            or, with `expected_generations`, `int64 [W, hpr, capacity, 32]`. In a function that
+            `torch.compile` traces only with `prefill`; `merge_received` is for the others.
         num_valid_pages: `int32 [T]`, contiguous: the token's block count, 0 for padding.
         output: `int32 [T, hpr, 16]`, unit last stride, rows apart from each other, `T <= capacity`;
             written.
@@ -279,6 +319,24 @@ def msa_icp_merge_candidates(
         ValueError: an argument breaks a rule, or the backend does not serve the device; nothing has
             been written.
     """
+    if is_dynamo_compiling():
+        if prefill and expected_generations is None:
+            torch.ops.msa_icp.merge_prefill(
+                recv_slot,
+                num_valid_pages,
+                output,
+                errors,
+                init_blocks=init_blocks,
+                local_blocks=local_blocks,
+                spin_limit=spin_limit,
+                enable_pdl=enable_pdl,
+                backend=backend,
+            )
+            return
+        torch._dynamo.graph_break(  # an error with fullgraph; without, what follows runs eagerly
+            msg="msa_icp_merge_candidates: torch.compile may copy recv_slot, and peers would write into what "
+            "is left behind; call merge_received(comm, ...) in the compiled function. prefill=True is fine"
+        )
     checks.merge(
         recv_slot,
         num_valid_pages,
@@ -351,6 +409,30 @@ def msa_icp_decode_score_publish(
         ValueError: an argument breaks a rule, or the backend does not serve the device; nothing has
             been written.
     """
+    if is_dynamo_compiling():
+        torch.ops.msa_icp.decode_score_publish(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            pool,
+            recv_bases,
+            errors,
+            rank=rank,
+            world_size=world_size,
+            page_size=page_size,
+            decode_query_len=decode_query_len,
+            slot=slot,
+            capacity=capacity,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            spin_limit=spin_limit,
+            generations=generations,
+            enable_pdl=enable_pdl,
+            backend=backend,
+        )
+        return
     shard = checks.score_publish(
         index_q,
         index_k,
@@ -415,7 +497,8 @@ def write_index_keys(
         request_index: `int32 [n]`, contiguous: row of `block_table` of each key's request. For a
             decode batch, key `t` belongs to request `t // decode_query_len`.
         block_table: `int32 [B, columns]`, unit last stride.
-        index_k: the K shard, as for `msa_icp_decode_index_score_sharded`; written.
+        index_k: the K shard, as for `msa_icp_decode_index_score_sharded`; written. Under `torch.compile`,
+            shards of several layers in one record must be cut out of one `float8_e4m3fn` view of it.
         rank, world_size, page_size: which shard.
         backend: section 12.
 
@@ -426,6 +509,19 @@ def write_index_keys(
         ValueError: an argument breaks a rule, or the backend does not serve the device; nothing has
             been written.
     """
+    if is_dynamo_compiling():
+        torch.ops.msa_icp.write_index_keys(
+            keys,
+            positions,
+            request_index,
+            block_table,
+            index_k,
+            rank=rank,
+            world_size=world_size,
+            page_size=page_size,
+            backend=backend,
+        )
+        return
     shard = checks.write_keys(
         keys,
         positions,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import checks, dispatch, geometry
 from ..prefill_plan import MSAIcpScorePlan, default_device, plan_words
@@ -202,33 +203,50 @@ def msa_icp_index_score_sharded_plan_device(
         ValueError: an argument breaks a rule, or a limit of section 7 is exceeded, or the backend does not
             serve the device; nothing has been written.
     """
-    checks.segments_on_device(
-        qo_segment_lens,
-        kv_segment_lens,
-        qo_segment_offsets,
-        kv_segment_offsets,
-        qo_offset,
-        num_qo_heads,
-        total_q=total_q,
-        max_query_len=max_query_len,
-        max_seq_len=max_seq_len,
-        packed_work_range=packed_work_range,
-        packed_work_info=packed_work_info,
-        workspace=workspace,
-    )
-    dispatch.implementation("index_score_sharded_plan_device", backend, qo_segment_lens.device)(
-        qo_segment_lens,
-        kv_segment_lens,
-        qo_segment_offsets,
-        kv_segment_offsets,
-        qo_offset,
-        total_q=int(total_q),
-        max_query_len=int(max_query_len),
-        max_seq_len=int(max_seq_len),
-        packed_work_range=packed_work_range,
-        packed_work_info=packed_work_info,
-        workspace=workspace,
-    )
+    if is_dynamo_compiling():
+        torch.ops.msa_icp.index_score_sharded_plan_device(
+            qo_segment_lens,
+            kv_segment_lens,
+            qo_segment_offsets,
+            kv_segment_offsets,
+            qo_offset,
+            num_qo_heads,
+            total_q=total_q,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            packed_work_range=packed_work_range,
+            packed_work_info=packed_work_info,
+            workspace=workspace,
+            backend=backend,
+        )
+    else:
+        checks.segments_on_device(
+            qo_segment_lens,
+            kv_segment_lens,
+            qo_segment_offsets,
+            kv_segment_offsets,
+            qo_offset,
+            num_qo_heads,
+            total_q=total_q,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            packed_work_range=packed_work_range,
+            packed_work_info=packed_work_info,
+            workspace=workspace,
+        )
+        dispatch.implementation("index_score_sharded_plan_device", backend, qo_segment_lens.device)(
+            qo_segment_lens,
+            kv_segment_lens,
+            qo_segment_offsets,
+            kv_segment_offsets,
+            qo_offset,
+            total_q=int(total_q),
+            max_query_len=int(max_query_len),
+            max_seq_len=int(max_seq_len),
+            packed_work_range=packed_work_range,
+            packed_work_info=packed_work_info,
+            workspace=workspace,
+        )
     return MSAIcpScorePlan(
         qo_segment_lens=qo_segment_lens,
         kv_segment_lens=kv_segment_lens,
@@ -297,6 +315,23 @@ def msa_icp_index_score_sharded(
         ValueError: an argument breaks a rule, or the backend does not serve the device; nothing has
             been written.
     """
+    if is_dynamo_compiling():
+        torch.ops.msa_icp.index_score_sharded(
+            q,
+            k,
+            block_table,
+            plan.tensors(),
+            plan.numbers(),
+            rank=rank,
+            max_score=max_score,
+            sm_scale=sm_scale,
+            initialize=initialize,
+            tp=tp,
+            compact=compact,
+            enable_pdl=enable_pdl,
+            backend=backend,
+        )
+        return
     shard = checks.prefill_score(
         q,
         k,
@@ -357,6 +392,18 @@ def msa_icp_topk_select_prefill(
         ValueError: an argument breaks a rule, or the backend does not serve the device; nothing has
             been written.
     """
+    if is_dynamo_compiling():
+        torch.ops.msa_icp.topk_select_prefill(
+            scores,
+            num_valid_pages,
+            carrier,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            index_scale=index_scale,
+            index_offset=index_offset,
+            backend=backend,
+        )
+        return
     checks.prefill_select(
         scores,
         num_valid_pages,
@@ -418,6 +465,25 @@ def msa_icp_prefill_score_select(
         ValueError: an argument breaks a rule, or the backend does not serve the device; nothing has
             been written.
     """
+    if is_dynamo_compiling():
+        torch.ops.msa_icp.prefill_score_select(
+            q,
+            k,
+            block_table,
+            plan.tensors(),
+            plan.numbers(),
+            num_valid_pages,
+            pool,
+            carrier,
+            rank=rank,
+            tp=tp,
+            compact=compact,
+            force_begin_blocks=force_begin_blocks,
+            force_end_blocks=force_end_blocks,
+            enable_pdl=enable_pdl,
+            backend=backend,
+        )
+        return
     shard = checks.prefill_fused(
         q,
         k,

@@ -23,6 +23,7 @@ from .arguments import (
     unit_last_stride,
 )
 from .decode import (
+    comm_rows,
     decode_inputs,
     decode_score,
     merge,
@@ -48,6 +49,7 @@ from .prefill import (
 __all__ = [
     "FP8",
     "at_least",
+    "comm_rows",
     "decode_inputs",
     "decode_score",
     "device",

@@ -101,16 +101,15 @@ def tensor(
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if value.dtype not in dtypes:
         refuse(name, " or ".join(str(d) for d in dtypes), value.dtype)
-    wanted = "[" + ", ".join(map(str, shape)) + "]"
     if value.dim() != len(shape) or any(
         isinstance(want, int) and got != want for want, got in zip(shape, value.shape, strict=True)
     ):
-        refuse(name, f"of shape {wanted}", list(value.shape))
+        refuse(name, f"of shape [{', '.join(map(str, shape))}]", list(value.shape))
     if device is not None and value.device != device:
         refuse(name, f"on {device}", f"on {value.device}")
     if contiguous and not value.is_contiguous():
         refuse(name, "contiguous", f"of strides {value.stride()} at shape {list(value.shape)}")
-    if value.data_ptr() % aligned:
+    if aligned > 1 and value.data_ptr() % aligned:
         refuse(name, f"{aligned}-byte aligned", f"at address {value.data_ptr():#x}")
     return value
 

@@ -187,6 +187,20 @@ def publish(
     flag("enable_pdl", enable_pdl)
 
 
+def comm_rows(comm: Any) -> None:
+    """`register_comm`: the receive rows of a communicator."""
+    slots = (SLOT_SETS, "world_size", "heads_per_rank", "capacity")
+    fields = (("recv", torch.int32, LEGACY_WORDS), ("tagged_recv", torch.int64, TAGGED_WORDS))
+    found = [
+        tensor(f"comm.{name}", getattr(comm, name, None), dtype, (*slots, words), contiguous=True)
+        for name, dtype, words in fields
+    ]
+    world, heads, capacity = found[0].shape[1:4]
+    group_shape(world, heads, capacity)
+    shape = comm_layout(world, heads, capacity)["tagged_shape"]
+    tensor("comm.tagged_recv", found[1], torch.int64, shape, device=found[0].device)
+
+
 @remember
 def merge(
     recv_slot: Any,

@@ -123,7 +123,7 @@ def _take_legacy(received: Tensor, errors: Tensor, spin_limit: int, slot: int) -
 
     def take(there: Tensor) -> None:
         fence()  # the ready words before the rows
-        words[:, there] = received[:, there, : rows.READY_WORD]
+        words[:, there] = received[..., : rows.READY_WORD][:, there]  # in one, PyTorch 2.8 cuts another dim
         fence()  # the rows before the ready words are cleared
         ready.masked_fill_(there, 0)
 
