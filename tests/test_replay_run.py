@@ -13,7 +13,7 @@ import msa_icp
 from msa_icp.indexer import MSAIcpDecodeStep, MSAIcpPrefillStep
 from msa_icp.replay import engine, report
 from msa_icp.replay import rank as rank_module
-from msa_icp.replay.plan import k_bytes
+from msa_icp.replay.plan import Plan, k_bytes
 from msa_icp.replay.run import Outcome, replay
 
 
@@ -84,6 +84,22 @@ def test_whole_prompts_in_chunks(tmp_path, outcome):
     assert one.prefill_rows_checked == other.prefill_rows_checked > 100
     assert one.prefill_digest == other.prefill_digest
     assert one.digest == other.digest == outcome.digest
+
+
+def test_prompts_have_an_indexer_of_their_own_where_the_backend_has_no_prefill(
+    tmp_path, outcome, monkeypatch
+):
+    prepare, made = msa_icp.prepare_msa_icp_indexer, []
+
+    def noting(*, backend, **limits):
+        made.append((limits["rank"], backend))
+        return prepare(backend=backend, **limits)
+
+    monkeypatch.setattr(msa_icp, "prepare_msa_icp_indexer", noting)
+    monkeypatch.setattr(Plan, "prefill_backend", "auto")
+    other = replay(small_plan(tmp_path))
+    assert made == [(rank, backend) for rank in range(4) for backend in ("torch", "auto")]
+    assert (other.digest, other.prefill_digest) == (outcome.digest, outcome.prefill_digest)
 
 
 @pytest.mark.parametrize("options", [
