@@ -6,7 +6,8 @@ them are checked before the first one is launched.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ from .comm import Comm, RowForm
 
 if TYPE_CHECKING:
     from .plan import MSAIcpIndexerPlan
+
+P = ParamSpec("P")
+
+
+def recorded(calls: Callable[P, None], *arguments: P.args, **numbers: P.kwargs) -> list[Launch]:
+    """What the calls would launch."""
+    with recording() as launches:
+        calls(*arguments, **numbers)
+    return launches
 
 
 def decode(
@@ -41,12 +51,7 @@ def decode(
     merge: bool = True,
 ) -> list[Launch]:
     """Of `MSAIcpIndexerPlan.decode`, or of a half of it."""
-    checks.flag("tagged", tagged)
-    if tagged and plan.num_sparse_layers < 2:
-        must_be = "False with fewer than 2 sparse layers: uses of a slot set would be too close"
-        checks.refuse("tagged", must_be, f"True with num_sparse_layers={plan.num_sparse_layers}")
-    slot = checks.integer("slot", slot, 0, SLOT_SETS - 1)
-    checks.integer("decode_query_len", decode_query_len, 1, plan.max_decode_query_len)
+    slot = _checked_slot(plan, slot, tagged, decode_query_len)
     checked = plan.checked(comm)
     rows = checked.forms[tagged]
     with recording() as launches:
@@ -77,6 +82,67 @@ def decode(
                 backend=plan.backend,
             )
     return launches
+
+
+def traced_decode(
+    plan: MSAIcpIndexerPlan,
+    index_q: Tensor,
+    index_k: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_valid_pages: Tensor,
+    scores: Tensor | None,
+    output: Tensor,
+    *,
+    comm: Comm,
+    slot: int,
+    tagged: bool,
+    decode_query_len: int,
+    enable_pdl: bool = True,
+    pool: Tensor | None = None,
+    publish: bool = True,
+    merge: bool = True,
+) -> None:
+    """The same in a function that `torch.compile` traces: the calls are ops of its graph, checked when it
+    runs."""
+    slot = _checked_slot(plan, slot, tagged, decode_query_len)
+    if publish:
+        bases = comm.tagged_recv_bases if tagged else comm.recv_bases
+        _publish(
+            plan,
+            (index_q, index_k, block_table, seq_lens),
+            num_valid_pages,
+            scores,
+            _pool_for(plan, pool, block_table),
+            RowForm(bases, comm.publish_generations if tagged else None, (), ()),
+            comm.errors,
+            slot=slot,
+            decode_query_len=decode_query_len,
+            enable_pdl=enable_pdl,
+        )
+    if merge:
+        api.merge_received(
+            comm,
+            num_valid_pages,
+            output,
+            slot=slot,
+            tagged=tagged,
+            init_blocks=plan.init_blocks,
+            local_blocks=plan.local_blocks,
+            spin_limit=plan.spin_limit,
+            enable_pdl=enable_pdl,
+            backend=plan.backend,
+        )
+
+
+def _checked_slot(plan: MSAIcpIndexerPlan, slot: int, tagged: bool, decode_query_len: int) -> int:
+    """The slot set of a call whose numbers hold the rules that are the plan's own."""
+    checks.flag("tagged", tagged)
+    if tagged and plan.num_sparse_layers < 2:
+        must_be = "False with fewer than 2 sparse layers: uses of a slot set would be too close"
+        checks.refuse("tagged", must_be, f"True with num_sparse_layers={plan.num_sparse_layers}")
+    checks.integer("decode_query_len", decode_query_len, 1, plan.max_decode_query_len)
+    return checks.integer("slot", slot, 0, SLOT_SETS - 1)
 
 
 def _pool_for(plan: MSAIcpIndexerPlan, pool: Tensor | None, block_table: Tensor) -> Tensor | None:
@@ -165,8 +231,8 @@ def prefill_local(
     carrier_view: Tensor,
     *,
     pool: Tensor | None = None,
-) -> list[Launch]:
-    """Of `MSAIcpIndexerPlan.prefill_local`."""
+) -> None:
+    """The calls of `MSAIcpIndexerPlan.prefill_local`."""
     shard: dict[str, Any] = {
         "rank": plan.rank,
         "tp": plan.world_size,
@@ -177,54 +243,48 @@ def prefill_local(
         "force_begin_blocks": plan.init_blocks,
         "force_end_blocks": plan.local_blocks,
     }
-    with recording() as launches:
-        if pool is not None:
-            api.msa_icp_prefill_score_select(
-                query,
-                index_k,
-                block_table,
-                window_plan,
-                num_valid_pages,
-                pool,
-                carrier_view,
-                **shard,
-                **forced,
-            )
-            return launches
-        if score_scratch is None:
-            checks.refuse("score_scratch", "score rows where there is no pool", None)
-        scores = _first_rows("score_scratch", score_scratch, query)
-        api.msa_icp_index_score_sharded(
-            query, index_k, block_table, window_plan, max_score=scores, initialize=False, **shard
-        )
-        api.msa_icp_topk_select_prefill(
-            scores,
+    if pool is not None:
+        api.msa_icp_prefill_score_select(
+            query,
+            index_k,
+            block_table,
+            window_plan,
             num_valid_pages,
+            pool,
             carrier_view,
-            index_scale=plan.index_scale,
-            index_offset=plan.index_offset,
-            backend=plan.backend,
+            **shard,
             **forced,
         )
-    return launches
+        return
+    if score_scratch is None:
+        checks.refuse("score_scratch", "score rows where there is no pool", None)
+    scores = _first_rows("score_scratch", score_scratch, query)
+    api.msa_icp_index_score_sharded(
+        query, index_k, block_table, window_plan, max_score=scores, initialize=False, **shard
+    )
+    api.msa_icp_topk_select_prefill(
+        scores,
+        num_valid_pages,
+        carrier_view,
+        index_scale=plan.index_scale,
+        index_offset=plan.index_offset,
+        backend=plan.backend,
+        **forced,
+    )
 
 
-def prefill_merge(
-    plan: MSAIcpIndexerPlan, received: Tensor, num_valid_pages: Tensor, output: Tensor
-) -> list[Launch]:
-    """Of `MSAIcpIndexerPlan.prefill_merge`."""
-    with recording() as launches:
-        api.msa_icp_merge_candidates(
-            received,
-            num_valid_pages,
-            output,
-            plan.prefill_errors,
-            init_blocks=plan.init_blocks,
-            local_blocks=plan.local_blocks,
-            prefill=True,
-            backend=plan.backend,
-        )
-    return launches
+def prefill_merge(plan: MSAIcpIndexerPlan, received: Tensor, num_valid_pages: Tensor, output: Tensor) -> None:
+    """The calls of `MSAIcpIndexerPlan.prefill_merge`."""
+    api.msa_icp_merge_candidates(
+        received,
+        num_valid_pages,
+        output,
+        plan.prefill_errors,
+        init_blocks=plan.init_blocks,
+        local_blocks=plan.local_blocks,
+        prefill=True,
+        backend=plan.backend,
+    )
 
 
 def _first_rows(name: str, rows: Any, query: Any) -> Tensor:

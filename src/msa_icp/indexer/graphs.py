@@ -77,9 +77,8 @@ class MSAIcpLayerGraphs:
 
         Args:
             prefill, decode: prepared steps, at least one.
-            exchange: the all-to-all of the prefill, called between its two halves; exactly with `prefill`. It
-                is
-                captured with the layer: on a GPU it must queue its work on the current stream, as
+            exchange: the all-to-all of the prefill, called between its two halves; exactly with `prefill`.
+                It is captured with the layer: on a GPU it must queue its work on the current stream, as
                 `exchange_prefill` does over NCCL or within a process.
             exchange_key: tells exchanges apart that launch different work.
             decode_tokens: rows at the begin of `index_q` that are the decode step's; 0 exactly without one.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import api, checks, dispatch
 from ..geometry import LEGACY_WORDS, NUM_HEADS
@@ -219,23 +220,20 @@ class MSAIcpIndexerPlan:
             ValueError: an argument breaks a rule; the message names it, and nothing has been launched. What a
                 wait in vain leaves in `comm.errors` is section 6.
         """
-        launch(
-            chains.decode(
-                self,
-                index_q,
-                index_k,
-                block_table,
-                seq_lens,
-                num_valid_pages,
-                scores,
-                output,
-                comm=comm,
-                slot=slot,
-                tagged=tagged,
-                decode_query_len=decode_query_len,
-                enable_pdl=enable_pdl,
-                pool=pool,
-            )
+        self._decode(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            scores,
+            output,
+            comm=comm,
+            slot=slot,
+            tagged=tagged,
+            decode_query_len=decode_query_len,
+            enable_pdl=enable_pdl,
+            pool=pool,
         )
 
     def decode_publish(self, *tensors: Any, **arguments: Any) -> None:
@@ -244,11 +242,17 @@ class MSAIcpIndexerPlan:
         For several ranks in one thread, or on one stream: every one of them publishes before the first
             merges.
         """
-        launch(chains.decode(self, *tensors, **arguments, merge=False))
+        self._decode(*tensors, **arguments, merge=False)
 
     def decode_merge(self, *tensors: Any, **arguments: Any) -> None:
         """The second half of `decode`, with the same arguments: merge what all ranks published."""
-        launch(chains.decode(self, *tensors, **arguments, publish=False))
+        self._decode(*tensors, **arguments, publish=False)
+
+    def _decode(self, *tensors: Any, **arguments: Any) -> None:
+        if is_dynamo_compiling():
+            chains.traced_decode(self, *tensors, **arguments)
+        else:
+            launch(chains.decode(self, *tensors, **arguments))
 
     def checked(self, comm: Comm) -> CheckedComm:
         """The receive storage, checked: anew where it is not the one of the last call, as it was then."""
@@ -340,18 +344,16 @@ class MSAIcpIndexerPlan:
             ValueError: an argument breaks a rule, or there is neither scratch nor pool; nothing has been
                 launched.
         """
-        launch(
-            chains.prefill_local(
-                self,
-                query,
-                index_k,
-                block_table,
-                window_plan,
-                score_scratch,
-                num_valid_pages,
-                carrier_view,
-                pool=pool,
-            )
+        self._prefill(
+            chains.prefill_local,
+            query,
+            index_k,
+            block_table,
+            window_plan,
+            score_scratch,
+            num_valid_pages,
+            carrier_view,
+            pool=pool,
         )
 
     def prefill_merge(self, received: Tensor, num_valid_pages: Tensor, output: Tensor) -> None:
@@ -365,7 +367,13 @@ class MSAIcpIndexerPlan:
         Raises:
             ValueError: an argument breaks a rule; nothing has been launched.
         """
-        launch(chains.prefill_merge(self, received, num_valid_pages, output))
+        self._prefill(chains.prefill_merge, received, num_valid_pages, output)
+
+    def _prefill(self, calls: Callable[..., None], *tensors: Any, **arguments: Any) -> None:
+        if is_dynamo_compiling():
+            calls(self, *tensors, **arguments)
+        else:
+            launch(chains.recorded(calls, self, *tensors, **arguments))
 
     # ------------------------------------------------------------ prepared steps and graphs
 

@@ -243,7 +243,8 @@ class MSAIcpPrefillStep:
         checks.tensor("index_q", index_q, checks.FP8, (self.tokens, "H", "D"), device=self._indexer.device)
         launches = []
         for start, end, block_table, plan in self._windows:
-            call = chains.prefill_local(
+            call = chains.recorded(
+                chains.prefill_local,
                 self._indexer,
                 index_q[start:end],
                 index_k,
@@ -260,7 +261,9 @@ class MSAIcpPrefillStep:
         return launches
 
     def _call_merge(self) -> list[Launch]:
-        return chains.prefill_merge(self._indexer, self._received, self._num_valid_pages, self._output)
+        return chains.recorded(
+            chains.prefill_merge, self._indexer, self._received, self._num_valid_pages, self._output
+        )
 
 
 def _checked_windows(

@@ -1,0 +1,96 @@
+"""The facade in functions that `torch.compile` traces as one graph (docs/contract.md, section 11)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from facade import Decode, Prefill
+from test_indexer import batch, window
+
+import msa_icp
+from msa_icp.cases import poisoned
+
+
+def compiled(function):
+    """Traced as one graph, or not at all; run op by op, without code of inductor's."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize(("tagged", "fused"), [(False, False), (True, False), (True, True)])
+def test_decode(tagged, fused):
+    """Both halves of a layer of all ranks, in every slot set."""
+    ranks = Decode(batch(), "torch", "cpu")
+    pool = torch.zeros(12 * 4 * 128 * 16 * 8, dtype=torch.uint8) if fused else None
+
+    @compiled
+    def layer(queries, slot):
+        for half in ("decode_publish", "decode_merge"):
+            for rank, plan in enumerate(ranks.plans):
+                arguments = ranks.arguments(rank, tagged=tagged, slot=slot, pool=pool)
+                getattr(plan, half)(queries, ranks.keys[rank], *ranks.buffers(rank), **arguments)
+        return ranks.outputs[0] + 1
+
+    for slot in range(3):
+        for output in ranks.outputs:
+            output.copy_(poisoned(output.shape, torch.int32))
+        after = layer(ranks.queries, slot)
+        assert torch.equal(ranks.merged(), ranks.truth())
+        assert torch.equal(after, ranks.outputs[0] + 1)
+
+
+def test_one_call():
+    """`decode` whole, of a rank whose peer has published."""
+    ranks = Decode(batch(), "torch", "cpu")
+    arguments = [ranks.arguments(rank, tagged=True, slot=0) for rank in (0, 1)]
+
+    @compiled
+    def layer(queries):
+        ranks.plans[0].decode(queries, ranks.keys[0], *ranks.buffers(0), **arguments[0])
+
+    ranks.plans[1].decode_publish(ranks.queries, ranks.keys[1], *ranks.buffers(1), **arguments[1])
+    layer(ranks.queries)
+    ranks.plans[1].decode_merge(ranks.queries, ranks.keys[1], *ranks.buffers(1), **arguments[1])
+    assert torch.equal(ranks.merged(), ranks.truth())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_prefill(fused):
+    ranks = Prefill(window(2, 256), "torch", "cpu")
+    windows = ranks.window_plans()
+
+    @compiled
+    def local(queries):
+        for rank, plan in enumerate(ranks.plans):
+            plan.prefill_local(
+                queries,
+                ranks.keys[rank],
+                ranks.table,
+                windows[rank],
+                None if fused else ranks.scratch,
+                ranks.num_valid,
+                ranks.carriers[rank],
+                pool=ranks.pool if fused else None,
+            )
+
+    @compiled
+    def merge(received):
+        for plan, rows, output in zip(ranks.plans, received, ranks.outputs, strict=True):
+            plan.prefill_merge(rows, ranks.num_valid, output)
+
+    local(ranks.queries)
+    msa_icp.exchange_prefill(ranks.carriers, ranks.received)
+    merge(ranks.received)
+    assert torch.equal(ranks.merged(), ranks.truth())
+
+
+def test_a_wrong_number_is_an_error_of_the_graph():
+    ranks = Decode(batch(), "torch", "cpu", num_sparse_layers=1)
+
+    @compiled
+    def layer(queries):
+        arguments = ranks.arguments(0, tagged=True, slot=0)
+        ranks.plans[0].decode(queries, ranks.keys[0], *ranks.buffers(0), **arguments)
+
+    with pytest.raises(Exception, match="tagged: must be False with fewer than 2 sparse layers"):
+        layer(ranks.queries)
