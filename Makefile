@@ -31,7 +31,8 @@ demo: $(VENV)/demo.installed  ## replay the sample trace over four ranks, about 
 	$(VENV)/bin/msa-icp demo --report demo-report
 
 test: $(VENV)/dev.installed  ## everything that runs without a GPU
-	$(VENV)/bin/python -m pytest -n auto --dist loadgroup
+	$(VENV)/bin/python -m pytest -m ranks_at_once
+	$(VENV)/bin/python -m pytest -n auto -m "not ranks_at_once"
 	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -n auto -k triton-cpu
 	EMULATE_CUDA=1 $(VENV)/bin/python -m pytest -n auto -k cuda-cpu
 

@@ -30,6 +30,7 @@ SLOW = [
 RANKS_AT_ONCE = {
     f"test_{name}.py"
     for name in (
+        "cli",
         "exchange",
         "exchange_cuda",
         "exchange_prefill",
@@ -41,13 +42,13 @@ RANKS_AT_ONCE = {
         "symmetric_memory",
     )
 }
-"""Test files with ranks in threads or in processes of their own."""
+"""Test files with ranks in threads or in processes of their own, some of which look at what others leave."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "exchange: needs a backend that publishes and merges on the device")
     config.addinivalue_line("markers", "prefill(ops): needs a backend with these prefill ops, default all")
-    config.addinivalue_line("markers", "xdist_group(name): where tests run at once, one worker has them all")
+    config.addinivalue_line("markers", "ranks_at_once: of a file with ranks in threads or processes")
     config.addinivalue_line("markers", "large: too much for interpreted kernels")
     for slow, examples in ((False, 60), (True, 3)):
         hypothesis.settings.register_profile(
@@ -94,15 +95,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("backend", "device"), combinations)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of ranks that run at once do so one after the other: waits must not fail for want of a processor.
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what `make test` runs one after the other, so that no wait fails for want of a processor."""
+    if item.path.name in RANKS_AT_ONCE:
+        item.add_marker(pytest.mark.ranks_at_once)
 
-    Interpreted prefill kernels run in two of the four layouts: interleaved rows, and whole blocks.
-    """
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Interpreted prefill kernels run in two of the four layouts: interleaved rows, and whole blocks."""
     leave_out = pytest.mark.skip(reason="too much for interpreted kernels")
     for item in items:
-        if item.path.name in RANKS_AT_ONCE:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
         values = getattr(item, "callspec", None) and item.callspec.params
         if item.get_closest_marker("prefill") and values and "world_size" in values and "backend" in values:
             slow = verify.is_slow(values["backend"], values["device"])
