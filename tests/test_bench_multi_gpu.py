@@ -16,7 +16,7 @@ import torch.distributed as dist
 from loading import benchmark
 
 import msa_icp
-from msa_icp.bench import multi_gpu, multi_gpu_correctness, multi_gpu_team
+from msa_icp.bench import multi_gpu, multi_gpu_correctness, multi_gpu_faults, multi_gpu_team
 from msa_icp.bench import multi_gpu_together as together
 from msa_icp.bench.multi_gpu_team import RanksFailed, Setting, Team
 from msa_icp.bench.prefill import Window
@@ -89,6 +89,9 @@ def test_what_was_compared(whole):
         assert row["first_wrong"] == ([[5, 0, 0], None] if row["run"] == "control" else [None, None])
         assert row["errors"] == ["", ""]
         assert row["steps"] >= 24
+    assert len(rows["selection"]) == 12
+    for row in rows["selection"]:
+        assert row["wrong_rows"] == [0, 0], row
     control, eager = rows["prefill all-to-all"]
     assert control["wrong_words"] == [12, 0]
     assert eager["wrong_words"] == [0, 0]
@@ -137,8 +140,8 @@ def test_the_plot(whole, tmp_path):
 def test_a_planted_wrong_row_is_reported(tmp_path):
     saved, document, lines = run(tmp_path, ["correctness"], plant=True)
     for row in saved["parts"]["correctness"]["rows"]:
-        assert row["ok"] == (row["run"] == "control")
-    assert len(document.wrong) == 3
+        assert row["ok"] == (row["run"] == "control"), row
+    assert len(document.wrong) == 3 + 2 * 2 * 2 + 2 * 2
     wrong = [line for line in lines if line.endswith("WRONG, first at rank 0, layer 5, token 0, head 0")]
     assert len(wrong) == 2
     assert saved["parts"]["correctness"]["complete"]
@@ -156,6 +159,57 @@ def test_the_planted_row_is_wrong_for_one_owner():
         each.merge(5, 0)
     assert [each.found()["wrong"] for each in layers] == [1, 0]
     assert layers[0].found()["first"] == [5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("run", "wrong", "error", "right"),
+    [
+        ("eager", [0, 0], "", True),
+        ("eager", [0, 1], "", False),
+        ("eager", [0, 0], "slot set 1: rank 0 did not come", False),
+        ("control", [2, 0], "", True),
+        ("control", [0, 0], "", False),
+        ("control", [1, 0], "", False),
+        ("control", [2, 1], "", False),
+        ("control", [0, 2], "", False),
+    ],
+)
+def test_a_run_is_judged(run, wrong, error, right):
+    """24 steps are two cycles: a control's planted row is wrong twice, for the owner of head 0."""
+    row = {"run": run, "steps": 24, "wrong_rows": wrong, "errors": ["", error]}
+    assert multi_gpu_correctness._right(row) == right
+
+
+@pytest.mark.parametrize(
+    ("named", "usable", "reset", "again", "right"),
+    [
+        ([1], True, "gone", True, True),
+        ([1, 0], True, "gone", True, True),
+        ([], True, "gone", True, False),
+        ([0], True, "gone", True, False),  # nobody names the dead one
+        ([1], False, "gone", True, False),
+        ([1], True, "", True, False),  # a reset that goes well without a rank
+        ([1], True, "gone", False, False),
+    ],
+)
+def test_a_dead_rank_that_nobody_names(named, usable, reset, again, right):
+    living = {"named": named, "error": "late", "reset": reset, "usable": usable, "seconds": 0.5}
+
+    class Ranks:
+        found = iter([[living, None], [{"ok": again, "steps": 12, "wrong_rows": [0, 0]}] * 2])
+
+        def run(self, *arguments, dying=()):
+            return next(self.found)
+
+        def prepare(self, number):
+            assert number == 1
+
+        def replace(self):
+            pass
+
+    row = multi_gpu_faults.kill(Ranks(), "torch", "tagged", False, 1)
+    assert row["ok"] == right
+    assert multi_gpu.words(row).splitlines()[0].endswith("ok" if right else "WRONG")
 
 
 def test_what_is_there_is_written_when_it_is_interrupted(tmp_path):

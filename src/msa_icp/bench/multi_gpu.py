@@ -253,6 +253,12 @@ def words(row: dict[str, Any]) -> str:
         return (
             f"prefill over {row['over']:4} {row['run']:7} {row['steps']:3} exchanges: {_verdict(row, wrong)}"
         )
+    if what == "selection":
+        wrong = f"{sum(row['wrong_rows'])} wrong rows"
+        return (
+            f"{row['backend']:7} {row['form']:6} {row['part']:7} of one cache, P{row['page_size']}, "
+            f"{row['run']}: {_verdict(row, wrong)}"
+        )
     if what == "killed":
         named = ", ".join(f"rank {number} names {ranks}" for number, ranks in row["named"].items())
         again = sum(row["again"]["wrong_rows"])

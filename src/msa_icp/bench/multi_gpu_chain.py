@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import msa_icp
-from msa_icp.geometry import HEAD_DIM, ShardLayout
+from msa_icp.geometry import HEAD_DIM, SLOT_SETS, ShardLayout
 
 from . import batch, ruler
 from .batch import Batch
@@ -39,7 +39,7 @@ def part(
 ) -> None:
     """Task: every page size, batch and context, and each way of them, `until` that time."""
     largest = max(contexts) * max(batches) * HEAD_DIM
-    most = _MOST_POOL_BYTES if rank.device.type == "cuda" else 2 * chain_bytes(rank.device)
+    most = _MOST_POOL_BYTES if rank.device.type == "cuda" else SLOT_SETS * largest
     pool = batch.random_keys(min(largest + chain_bytes(rank.device), most), rank.device)
     storage = msa_icp.ReceiveStorage.create(capacity=max(batches), device=rank.device)
     gates = {backend: Gate(rank, backend) for backend in rank.setting.backends}

@@ -20,6 +20,7 @@ import msa_icp
 from msa_icp import cases, reference
 from msa_icp.geometry import LEGACY_WORDS, NUM_HEADS, TOP_K
 
+from . import multi_gpu_selection
 from . import multi_gpu_together as together
 from .measure import capture
 from .multi_gpu_team import ONE_CARD, Rank
@@ -303,6 +304,8 @@ def part(rank: Rank, steps: int, plant: bool, until: float) -> None:
         if not rank.go_on(until):
             return
         rank.row(exchange(rank, backend, form, run, CYCLE if run == "control" else steps, plant=plant))
+    for row in multi_gpu_selection.rows(rank, plant=plant, until=until):
+        rank.row(row)
     if rank.place == ONE_CARD:
         rank.say("prefill all-to-all: left out, NCCL wants a card for every rank")
         return
