@@ -107,6 +107,8 @@ def test_what_was_timed(whole):
         assert (row["publish_us"] is None) == (row["form"] == "legacy")
     chain = parts["chain"]["rows"]
     assert [row["what"] for row in chain] == ["chain", "chain_fused", "replicated"]
+    assert [row.get("ok") for row in chain] == [True, True, None]
+    assert {row["place"] for row in [*chain, *parts["latency"]["rows"]]} == {"the processor"}
     assert all(row["us"] > 0 and row["context"] == 2048 and row["of_plain_read"] is None for row in chain)
     assert len(multi_gpu.summary(whole[1])) == 1
     prefill = parts["prefill"]["rows"]

@@ -35,6 +35,8 @@ UNTIMED = ("correctness", "faults")
 """The parts that mean something where ranks share a card."""
 FAULTS_S = 75.0
 """Seconds that the parts before the faults leave to them, where time is limited."""
+TIMED = (*multi_gpu_chain.MEASURED, "publish+merge", "prefill")
+"""Rows that are about time: each says where it was taken."""
 HOLDS = {
     OWN_CARDS: "timings of the slowest rank, every rank on a card of its own",
     ONE_CARD: "timings of ranks that take turns on a card: they say nothing about NVLink",
@@ -170,6 +172,8 @@ def run(
         if kind == "say":
             say(content)
             return
+        if content["what"] in TIMED:
+            content["place"] = setting.place
         entry["rows"].append(content)
         document.write()
         say(words(content))
@@ -308,7 +312,7 @@ def _timed(row: dict[str, Any]) -> str:
     ratio = "" if row["of_plain_read"] is None else f", plain read / ours {row['of_plain_read']:.2f}"
     return (
         f"{row['backend']:7} P{row['page_size']} {row['requests']:4} x {row['context']:8} {row['what']:12} "
-        f"{row['us']:9.2f} us{ratio}"
+        f"{row['us']:9.2f} us{ratio}{'' if row.get('ok', True) else ': WRONG, another selection than chain'}"
     )
 
 

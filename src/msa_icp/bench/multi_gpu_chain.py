@@ -2,7 +2,7 @@
 
 The ways are those of `decode_chain.py`, but here the peers are there: `chain` and `chain_fused` wait for
 their rows over NVLink. Of the replicated indexer, which needs no exchange, the slowest rank counts all the
-same. `plain_read_us` is that of a rank's shard.
+same. The two forms of the chain must select the same blocks. `plain_read_us` is that of a rank's shard.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def part(
         layers = chain_layers(requests * context * HEAD_DIM // rank.world_size, rank.device)
         made: dict[Maker, Batch] = {}
         read = None
+        outputs: dict[str, Tensor] = {}
         for way in MEASURED:
             maker, steps = WAYS[way]
             if maker not in made:
@@ -58,28 +59,19 @@ def part(
                 if maker is batch.sharded:
                     read = _plain_read(rank, reader, work.layers)
             for backend, gate in gates.items():
-                us = _time(rank, gate, storage, made[maker], backend, steps, layers)
-                rank.row(_row(way, backend, page_size, requests, context, us, read))
+                exchanged = storage if maker is batch.sharded else None
+                how: dict[str, Any] = {"storage": exchanged, "spin_limit": gate.spin_limit}
+                chain = Chain(made[maker], backend, steps, **how)
+                us = gate.time(chain.layer, layers)
+                chain.storage.check()
+                row = _row(way, backend, page_size, requests, context, us, read)
+                if exchanged is not None:  # over the same keys, so the last layer's blocks are the same
+                    same = torch.equal(outputs.setdefault(backend, chain.output), chain.output)
+                    row["ok"] = all(rank.gather(same))
+                rank.row(row)
     for gate in gates.values():
         gate.close()
     storage.close()
-
-
-def _time(
-    rank: Rank,
-    gate: Gate,
-    storage: msa_icp.ReceiveStorage,
-    work: Batch,
-    backend: str,
-    steps: Sequence[str],
-    layers: int,
-) -> float:
-    """Microseconds of a layer on the slowest rank."""
-    exchanged = storage if work.exchanges else None
-    chain = Chain(work, backend, steps, storage=exchanged, spin_limit=gate.spin_limit)
-    us = gate.time(chain.layer, layers)
-    chain.storage.check()
-    return us
 
 
 def _plain_read(rank: Rank, reader: ruler.Ruler | None, layers: list[Tensor]) -> float | None:

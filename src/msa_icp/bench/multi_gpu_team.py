@@ -34,8 +34,8 @@ from msa_icp import symmetric_memory
 
 GROUP_TIMEOUT = timedelta(seconds=180)
 """How long ranks wait for each other in a collective: for the first compilation of a kernel, too."""
-GRACE_S = 20.0
-"""How long the others may take to notice that a rank has failed."""
+GRACE_S = 30.0
+"""How long the others may take to notice that a rank has failed; their waits are shorter."""
 SILENCE_S = 240.0
 """Ranks that say nothing for so long hang."""
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", symmetric_memory.NO_MULTICAST: "1"}
