@@ -16,7 +16,13 @@ import torch.distributed as dist
 from loading import benchmark
 
 import msa_icp
-from msa_icp.bench import multi_gpu, multi_gpu_correctness, multi_gpu_faults, multi_gpu_team
+from msa_icp.bench import (
+    multi_gpu,
+    multi_gpu_correctness,
+    multi_gpu_faults,
+    multi_gpu_prefill,
+    multi_gpu_team,
+)
 from msa_icp.bench import multi_gpu_together as together
 from msa_icp.bench.multi_gpu_team import RanksFailed, Setting, Team
 from msa_icp.bench.prefill import Window
@@ -360,6 +366,13 @@ def test_places(monkeypatch, cards, allowed, place):
     assert setting.place == place
     timed = {"latency", "chain", "prefill"} & set(multi_gpu.parts_for(place))
     assert bool(timed) == (place == multi_gpu_team.OWN_CARDS)
+
+
+def test_a_backend_with_a_scorer_alone_is_mixed_with_another():
+    both = ["score, select", "fused"]
+    assert multi_gpu_prefill.served(["torch"]) == [("torch", both)]
+    assert multi_gpu_prefill.served(["cuda"]) == [("cake", both[:1])]
+    assert multi_gpu_prefill.served(["cuda", "torch"]) == [("torch", both), ("cake", both[:1])]
 
 
 def test_a_goal_that_is_missed_is_no_fault():

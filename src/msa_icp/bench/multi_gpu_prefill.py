@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import msa_icp
 from msa_icp import dispatch
-from msa_icp.geometry import LEGACY_WORDS, NUM_HEADS, SLOT_SETS, TOP_K, ShardLayout
+from msa_icp.geometry import LEGACY_WORDS, NUM_HEADS, TOP_K, ShardLayout
 
 from . import ruler
 from .multi_gpu_team import ONE_CARD, Rank
@@ -23,6 +23,8 @@ from .prefill import OPS, Window, Workload, bf16_tflops
 
 LOCAL = {"score, select": ("score", "select"), "fused": ("fused",)}
 """How a rank's rows come to be."""
+_MIXED = "score, select"
+"""The form in which several backends may have a part."""
 
 
 class _Chain:
@@ -71,17 +73,21 @@ def part(rank: Rank, windows: Sequence[Window], page_sizes: Sequence[int], until
         return
     group = rank.prefill_group()
     matrix_rate = min(rank.gather(bf16_tflops(rank.device)))
-    gates = {backend: Gate(rank, backend) for backend in rank.setting.backends}
+    gate = Gate(rank, rank.setting.backends[0])
     for window, page_size in itertools.product(windows, page_sizes):
         layout = ShardLayout(rank.world_size, rank.number, page_size)
-        for backend, gate in gates.items():
+        for backend, forms in served(rank.setting.backends):
             if not rank.go_on(until):
                 return
             work = Workload(window, layout, backend, rank.device)
-            read = _plain_read(rank, work)
-            for form in _forms(backend):
+            limits = {
+                "operations_us": round(window.operations(layout) / matrix_rate / 1e6, 3),
+                "plain_read_us": _plain_read(rank, work),
+                "bf16_tflops": round(matrix_rate, 3),
+            }
+            for form in forms:
                 chain = _Chain(rank, work, LOCAL[form], group)
-                times = {name: gate.time(launch, _layers(work)) for name, launch in _launches(chain)}
+                times = {name: gate.time(launch, len(work.layers)) for name, launch in _launches(chain)}
                 rank.row(
                     {
                         "what": "prefill",
@@ -92,13 +98,20 @@ def part(rank: Rank, windows: Sequence[Window], page_sizes: Sequence[int], until
                         "query_tokens": window.tokens,
                         "keys": window.keys,
                         **{f"{name}_us": round(us, 3) for name, us in times.items()},
-                        "operations_us": round(window.operations(layout) / matrix_rate / 1e6, 3),
-                        "plain_read_us": read,
-                        "bf16_tflops": round(matrix_rate, 3),
+                        **limits,
                     }
                 )
-    for gate in gates.values():
-        gate.close()
+    gate.close()
+
+
+def served(backends: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The forms that each backend has all ops for.
+
+    Where one has its scorer alone, there is "cake" as well, which takes the best backend of each op.
+    """
+    found = [(backend, _forms(backend)) for backend in backends]
+    mixed = not all(forms for _, forms in found)
+    return [(backend, forms) for backend, forms in found if forms] + [("cake", [_MIXED])] * mixed
 
 
 def _launches(chain: _Chain) -> Iterator[tuple[str, Callable[[int], None]]]:
@@ -109,13 +122,8 @@ def _launches(chain: _Chain) -> Iterator[tuple[str, Callable[[int], None]]]:
     yield "merge", chain.merge
 
 
-def _layers(work: Workload) -> int:
-    """Layers of a chain: over all keys that the window has, at least a few."""
-    return max(SLOT_SETS, len(work.layers))
-
-
 def _forms(backend: str) -> list[str]:
-    """The forms that the backend has all ops for."""
+    """Those of one backend."""
     has = dispatch.package(backend).__all__
     return [form for form, whats in LOCAL.items() if all(OPS[what] in has for what in whats)]
 
