@@ -375,6 +375,16 @@ def test_a_backend_with_a_scorer_alone_is_mixed_with_another():
     assert multi_gpu_prefill.served(["cuda", "torch"]) == [("torch", both), ("cake", both[:1])]
 
 
+def test_the_kills():
+    """Each backend's, in both forms or in one; in the middle of graphs where there are any."""
+    setting = Setting(4, "cuda", ("cuda", "triton"))
+    tagged, legacy = ("tagged", True, 3), ("legacy", False, 0)
+    both = [("cuda", [tagged, legacy]), ("triton", [tagged, legacy])]
+    assert multi_gpu_faults.planned(setting, True) == both
+    assert multi_gpu_faults.planned(setting, False) == [("cuda", [tagged]), ("triton", [legacy])]
+    assert multi_gpu_faults.planned(TWO, False) == [("torch", [("tagged", False, 1)])]
+
+
 def test_a_goal_that_is_missed_is_no_fault():
     row = {"what": "publish+merge", "backend": "cuda", "form": "tagged", "tokens": 64, "columns": 1024}
     row |= {"publish_us": 4.0, "merge_us": 3.0, "us": 7.0, "alone_us": 5.0, "goal_us": 6.0, "met": False}

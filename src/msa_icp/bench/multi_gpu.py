@@ -59,6 +59,8 @@ class Sizes:
     page_sizes: tuple[int, ...]
     """Of the decode chain, and the first of them of prefill."""
     windows: tuple[Window, ...]
+    all_kills: bool = True
+    """Whether ranks are killed in both row forms of each backend."""
 
 
 FULL = Sizes(
@@ -78,6 +80,7 @@ QUICK = replace(
     batches=(32, 1),
     page_sizes=(128,),
     windows=(SIZES[0], SIZES[2]),
+    all_kills=False,
 )
 ON_A_CPU = Sizes(
     steps=480,
@@ -224,7 +227,7 @@ def _run_part(
     elif part == "prefill":
         team.run(multi_gpu_prefill.part, which.windows, which.page_sizes[:1], until)
     else:
-        multi_gpu_faults.part(team, row, until)
+        multi_gpu_faults.part(team, which.all_kills, row, until)
 
 
 def _note_speed(team: Team, document: Document) -> None:

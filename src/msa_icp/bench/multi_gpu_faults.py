@@ -20,7 +20,7 @@ import msa_icp
 from . import multi_gpu_together as together
 from .measure import capture
 from .multi_gpu_correctness import CYCLE, NUM_VALID, Layers, exchange
-from .multi_gpu_team import Rank, Team
+from .multi_gpu_team import Rank, Setting, Team
 
 STEPS_AFTER = 10 * CYCLE
 """Steps of the group that is made anew."""
@@ -28,13 +28,24 @@ _KILLED_IN = 2
 _ROUNDS = 6
 
 
-def part(team: Team, row: Callable[[dict[str, Any]], None], until: float) -> None:
-    """On the parent: for every backend a kill in each row form, one of them in the middle of graphs."""
-    last = team.setting.world_size - 1
-    for backend in team.setting.backends:
-        for form, graphs, dead in (("tagged", team.setting.device == "cuda", last), ("legacy", False, 0)):
+def part(team: Team, all_kills: bool, row: Callable[[dict[str, Any]], None], until: float) -> None:
+    """On the parent: for every backend a kill in each row form, one of them in the middle of graphs.
+
+    If not `all_kills`, one of the two, in turns.
+    """
+    for backend, kills in planned(team.setting, all_kills):
+        for form, graphs, dead in kills:
             if time.time() < until:
                 row(kill(team, backend, form, graphs, dead))
+
+
+def planned(setting: Setting, all_kills: bool) -> list[tuple[str, list[tuple[str, bool, int]]]]:
+    """(row form, whether from graphs, rank) of the kills of each backend."""
+    kills = [("tagged", setting.device == "cuda", setting.world_size - 1), ("legacy", False, 0)]
+    return [
+        (backend, kills if all_kills else [kills[number % 2]])
+        for number, backend in enumerate(setting.backends)
+    ]
 
 
 def kill(team: Team, backend: str, form: str, graphs: bool, dead: int) -> dict[str, Any]:
