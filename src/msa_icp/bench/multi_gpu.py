@@ -193,9 +193,7 @@ def run(
                     team.close()
                     team = None
                 if team is None:
-                    say(
-                        f"starting {setting.world_size} ranks ({setting.place}); every kernel is loaded first"
-                    )
+                    say(f"starting {setting.world_size} ranks ({setting.place})")
                     team = Team(setting, hear)
                     _note_speed(team, document)
                 say(f"{part} ...")

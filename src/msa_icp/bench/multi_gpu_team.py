@@ -29,8 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import msa_icp
-from msa_icp import symmetric_memory
+from msa_icp import dispatch, symmetric_memory
 
 GROUP_TIMEOUT = timedelta(seconds=180)
 """How long ranks wait for each other in a collective: for the first compilation of a kernel, too."""
@@ -121,7 +120,14 @@ class Rank:
 
 
 def join(rank: Rank, store: str) -> None:
-    """Task: enter the group that meets in `store`, having left the one before, with every kernel loaded."""
+    """Task: enter the group that meets in `store`, having left the one before.
+
+    Nothing is warmed up: a run takes a few of the kernels, and on a machine that has none yet compiling all
+    of them takes longer than the run. So what is run begins with a round in which its kernels load, and waits
+    are long.
+    """
+    for backend in rank.setting.backends:
+        dispatch.resolve(backend, rank.device)
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank.graphs:
@@ -134,8 +140,6 @@ def join(rank: Rank, store: str) -> None:
         world_size=rank.world_size,
         timeout=GROUP_TIMEOUT,
     )
-    for backend in rank.setting.backends:
-        msa_icp.warmup(rank.device, backend)
     dist.barrier()
 
 

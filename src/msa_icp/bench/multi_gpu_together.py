@@ -141,6 +141,9 @@ class Gate:
         self._valid = torch.ones(1, dtype=torch.int32, device=rank.device)
         heads = self._storage.heads_per_rank
         self._output = torch.empty((1, heads, 16), dtype=torch.int32, device=rank.device)
+        self()  # loads what is not loaded yet
+        finish(rank.device)
+        dist.barrier()
 
     def __call__(self) -> None:
         how: dict[str, Any] = {"backend": self._backend, "tagged": True, "spin_limit": self.spin_limit}
