@@ -28,6 +28,8 @@ def main() -> None:
         decode_chain(json.loads(path.read_text()), path.with_suffix(".png"))
     for path in sorted(RESULTS.glob("prefill_*.json")):
         prefill(json.loads(path.read_text()), path.with_suffix(".png"))
+    for path in sorted(RESULTS.glob("multi_gpu_*.json")):
+        multi_gpu(json.loads(path.read_text()), path.with_suffix(".png"))
 
 
 def prefill(document: dict[str, Any], to: Path) -> None:
@@ -134,6 +136,80 @@ def decode_chain(document: dict[str, Any], to: Path) -> None:
     figure.savefig(to, dpi=110)
     plt.close(figure)
     print(f"wrote {to}")
+
+
+def multi_gpu(document: dict[str, Any], to: Path) -> None:
+    """Ranks together: publish + merge, replicated / sharded over the context, the parts of prefill."""
+    parts = {name: part["rows"] for name, part in document["parts"].items() if part["rows"]}
+    pages = sorted({row["page_size"] for row in parts.get("chain", ())})
+    draw = [(_latency, parts["latency"])] if "latency" in parts else []
+    draw += [(_against_replicated, [r for r in parts["chain"] if r["page_size"] == page]) for page in pages]
+    draw += [(_prefill_parts, parts["prefill"])] if "prefill" in parts else []
+    if not draw:
+        return
+    figure, panels = plt.subplots(
+        1, len(draw), figsize=(4.5 * len(draw), 4.2), squeeze=False, layout="constrained"
+    )
+    for panel, (picture, rows) in zip(panels[0], draw, strict=True):
+        picture(panel, rows)
+        panel.grid(alpha=0.3)
+    title = f"{document['ranks']} ranks, {document['card']}, torch {document['torch']}"
+    figure.suptitle(f"{title}\n{document['timings']}", fontsize=11)
+    figure.savefig(to, dpi=110)
+    plt.close(figure)
+    print(f"wrote {to}")
+
+
+def _latency(panel: Any, rows: list[dict[str, Any]]) -> None:
+    """Bars of publish + merge; hatched: alone, the peers' rows already there."""
+    for place, row in enumerate(rows):
+        panel.bar(place - 0.2, row["us"], 0.4, color=BATCH_COLORS[1])
+        panel.bar(place + 0.2, row["alone_us"], 0.4, color=BATCH_COLORS[0], hatch="///", edgecolor="white")
+    goals = {row["goal_us"] for row in rows} - {None}
+    for goal in goals:
+        panel.axhline(goal, color="#888888", linewidth=0.8)
+    names = [f"{r['backend']} {r['form']}\n{r['tokens']} x {r['columns']}" for r in rows]
+    panel.set_xticks(range(len(rows)), names, rotation=60, ha="right", fontsize=7)
+    panel.set_ylabel("microseconds a layer")
+    panel.set_title("publish + merge; hatched: alone", fontsize=10)
+
+
+def _against_replicated(panel: Any, rows: list[dict[str, Any]]) -> None:
+    """Replicated / the quickest sharded form over the context, a colour a batch."""
+    for requests, color in zip(sorted({row["requests"] for row in rows}), BATCH_COLORS, strict=False):
+        points = []
+        for context in sorted({row["context"] for row in rows}):
+            cell = [row for row in rows if (row["requests"], row["context"]) == (requests, context)]
+            times = [
+                [r["us"] for r in cell if (r["what"] == "replicated") == which] for which in (True, False)
+            ]
+            if all(times):
+                points.append((context / 1024, min(times[0]) / min(times[1])))
+        if points:
+            panel.plot(*zip(*points, strict=True), "o-", color=color, label=requests, markersize=4)
+    panel.axhline(1, color="#888888", linewidth=0.8)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    panel.set_xlabel("context, thousands of keys")
+    panel.set_ylabel("replicated / sharded")
+    panel.set_title(f"a layer of decode, P = {rows[0]['page_size']}", fontsize=10)
+    panel.legend(fontsize=8, title="requests", title_fontsize=8)
+
+
+def _prefill_parts(panel: Any, rows: list[dict[str, Any]]) -> None:
+    """The whole layer as a line over bars of its parts."""
+    for place, row in enumerate(rows):
+        for number, name in enumerate(("local", "exchange", "merge")):
+            label = None if place else name
+            color = BATCH_COLORS[number + 1]
+            panel.bar(place + number * 0.27 - 0.27, row[f"{name}_us"], 0.27, color=color, label=label)
+        panel.plot([place - 0.4, place + 0.4], [row["layer_us"]] * 2, color="#222222")
+    names = [f"{row['backend']} {row['form']}\n{row['query_tokens']} tokens" for row in rows]
+    panel.set_xticks(range(len(rows)), names, rotation=60, ha="right", fontsize=7)
+    panel.set_yscale("log")
+    panel.set_ylabel("microseconds a layer")
+    panel.set_title("prefill; line: all three together", fontsize=10)
+    panel.legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ SLOW = [
 RANKS_AT_ONCE = {
     f"test_{name}.py"
     for name in (
+        "bench_multi_gpu",
         "cli",
         "exchange",
         "exchange_cuda",

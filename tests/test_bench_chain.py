@@ -10,7 +10,7 @@ import torch
 from helpers import signed
 from loading import benchmark
 
-from msa_icp import IcpTimeoutError, cases, reference, verify
+from msa_icp import IcpTimeoutError, ReceiveStorage, cases, reference, verify
 from msa_icp.bench import batch, chain, decode_chain, exchange, producer
 from msa_icp.cases import LAYOUTS
 from msa_icp.geometry import NUM_HEADS, ShardLayout
@@ -123,6 +123,29 @@ def test_a_consumer_reads_the_scores(backend, device):
     own = chain.Chain(group.batches[3], backend, chain.CONSUMED, form=None)
     own.layer(0)
     assert torch.equal(own.steps[-1].output, group.batches[3].score_out[..., 0])
+
+
+@pytest.mark.exchange
+@pytest.mark.parametrize("form", producer.FORMS)
+def test_ranks_of_a_group_exchange_their_own_rows(backend, device, form):
+    """With the storage of a group a producer makes nobody's rows: the peers do, and a merge takes theirs."""
+    group = Group("chain", 2, 128, device)
+    storages = ReceiveStorage.in_process(2, capacity=len(LENS), device=device)
+
+    def chains(*steps):
+        return [
+            chain.Chain(its, backend, steps, form=form, storage=storages[its.rank]) for its in group.batches
+        ]
+
+    for own in chains("produce", "score"):
+        own.layer(0)
+    assert not any(storage.recv.any() or storage.tagged_recv.any() for storage in storages)
+    for own in chains("publish"):
+        own.layer(0)
+    for rank, own in enumerate(chains("merge")):
+        own.layer(0)
+        own.storage.check()
+        assert torch.equal(own.output.cpu(), group.truth(rank))
 
 
 def test_a_row_that_nobody_makes_is_noticed(monkeypatch):

@@ -74,7 +74,7 @@ def test_a_graph_is_captured_once_and_replayed(monkeypatch):
             log.append("replay")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: graph)
     monkeypatch.setattr(torch.cuda, "device", lambda device: Graph())
     replay = measure.capture(lambda: log.append("launch"), torch.device("cuda"))
     log.append("captured")

@@ -23,6 +23,37 @@ MUTANTS = (
         CHAIN_TESTS,
     ),
     Mutant(
+        "a chain of a group whose producer makes the peers' rows",
+        (("bench/chain.py", "if self.group and batch.exchanges", "if batch.exchanges"),),
+        ("test_bench_chain.py", "-k", "their_own_rows"),
+    ),
+    Mutant(
+        "ranks are as fast as the fastest",
+        (("bench/multi_gpu_together.py", "slowest = [max(", "slowest = [min("),),
+        ("test_bench_multi_gpu.py", "-k", "timed_together"),
+    ),
+    Mutant(
+        "wrong rows of several ranks are not counted",
+        (("bench/multi_gpu_correctness.py", ").any(-1)\n", ").any(-1) * 0\n"),),
+        ("test_bench_multi_gpu.py", "-k", "wrong_for_one_owner"),
+    ),
+    Mutant(
+        "any wrong row is taken for the planted one",
+        (
+            (
+                "bench/multi_gpu_correctness.py",
+                'return bool(row["wrong_rows"] == wanted)',
+                'return any(row["wrong_rows"]) == any(wanted)',
+            ),
+        ),
+        ("test_bench_multi_gpu.py", "-k", "is_judged"),
+    ),
+    Mutant(
+        "a rank that was killed may be any",
+        (("bench/multi_gpu_faults.py", 'dead in each["named"] and', ""),),
+        ("test_bench_multi_gpu.py", "-k", "nobody_names"),
+    ),
+    Mutant(
         "kernels of the schedule before",
         (("bench/tune_decode_score.py", "kept.cache_clear()", "pass"),),
         ("test_bench_tune.py", "-k", "form_at or comes_back"),

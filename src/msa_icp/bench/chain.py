@@ -41,7 +41,8 @@ class Chain:
 
     `steps` are the launches of a layer, in order. `form` is that of the rows; None: nobody's rows are made,
     for chains that neither publish nor merge. `peers_rows`, int32 `[W, hpr, T, 32]`, is what the peers have
-    sent for every layer; made up by default.
+    sent for every layer; made up by default. With `storage`, this rank's of a group, nothing is made: the
+    peers are there and run the same layers, and `spin_limit` covers what they may come later.
     """
 
     def __init__(
@@ -53,22 +54,32 @@ class Chain:
         form: str | None = "tagged",
         enable_pdl: bool = True,
         peers_rows: Tensor | None = None,
+        storage: ReceiveStorage | None = None,
+        spin_limit: int | None = None,
     ) -> None:
         self.batch = batch
         self._backend = backend
         self._tagged = form == "tagged"
         self._enable_pdl = enable_pdl
         self.device = batch.score_out.device
-        self.group = ReceiveStorage.in_process(batch.world_size, capacity=batch.tokens, device=self.device)
-        self.storage = self.group[batch.rank]
-        if peers_rows is None:
-            peers_rows = made_up_rows(batch.num_valid, batch.world_size)
-        put_peers_rows(self.storage, peers_rows)
+        self._spin_limit = SPIN_LIMIT if spin_limit is None else spin_limit
+        self.group: Sequence[ReceiveStorage] = ()
+        """The storages of all ranks, where they are this process's."""
+        if storage is None:
+            self.group = ReceiveStorage.in_process(
+                batch.world_size, capacity=batch.tokens, device=self.device
+            )
+            storage = self.group[batch.rank]
+            if peers_rows is None:
+                peers_rows = made_up_rows(batch.num_valid, batch.world_size)
+            put_peers_rows(storage, peers_rows)
+        self.storage = storage
+        made = form if self.group and batch.exchanges else None
         self.output = torch.full(
             (batch.tokens, self.storage.heads_per_rank, TOP_K), -1, dtype=torch.int32, device=self.device
         )
         makers: dict[str, Callable[[], Callable[[int, int], None]]] = {
-            "produce": lambda: Producer(batch, self.group, form if batch.exchanges else None, enable_pdl),
+            "produce": lambda: Producer(batch, self.storage, self.group, made, enable_pdl),
             "score": lambda: self._score,
             "publish": lambda: self._publish,
             "score_publish": self._fused,
@@ -110,7 +121,7 @@ class Chain:
             "capacity": storage.capacity,
             "force_begin_blocks": FORCED_BEGIN,
             "force_end_blocks": FORCED_END,
-            "spin_limit": SPIN_LIMIT,
+            "spin_limit": self._spin_limit,
             "generations": storage.publish_generations if self._tagged else None,
             "enable_pdl": self._enable_pdl,
         }
@@ -180,7 +191,7 @@ class Chain:
             *(self.batch.num_valid, self.output, storage.errors),
             init_blocks=FORCED_BEGIN,
             local_blocks=FORCED_END,
-            spin_limit=SPIN_LIMIT,
+            spin_limit=self._spin_limit,
             enable_pdl=self._enable_pdl,
             expected_generations=storage.expected_generations[slot] if self._tagged else None,
             prefill=False,

@@ -50,12 +50,15 @@ def time_chain(launch: Callable[[int], None], launches: int, device: torch.devic
 
 
 def capture(call: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """What replays the launches of `call()` as one CUDA graph; on a CPU, which has none, `call` itself."""
+    """What replays the launches of `call()` as one CUDA graph; on a CPU, which has none, `call` itself.
+
+    In the thread's own mode, as NCCL's watchdog asks for its events meanwhile.
+    """
     if device.type != "cuda":
         return call
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call()
     replay: Callable[[], None] = graph.replay
     return replay

@@ -9,6 +9,7 @@ add to the producer what a peer's stores over NVLink would not.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from msa_icp import ReceiveStorage, triton_backend
 from msa_icp.geometry import HEAD_DIM, NUM_HEADS, TOP_K
 from msa_icp.rows import PAD_ID, PAD_SCORE_BITS, READY, READY_WORD
-from msa_icp.storage import LocalGroup
 
 from .batch import Batch
 
@@ -38,14 +38,23 @@ def kernels(device: torch.device) -> ModuleType | None:
 
 
 class Producer:
-    """Writes `batch.index_q`, the newest keys and, if `form` is given, the peers' rows in `group[rank]`."""
+    """Writes `batch.index_q`, the newest keys and, if `form` is given, the peers' rows in `storage`.
 
-    def __init__(self, batch: Batch, group: LocalGroup, form: str | None, enable_pdl: bool) -> None:
-        self._batch, self._group, self._form = batch, group, form
+    `owners` are the storages of all ranks, which must be this process's if `form` is given.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        storage: ReceiveStorage,
+        owners: Sequence[ReceiveStorage],
+        form: str | None,
+        enable_pdl: bool,
+    ) -> None:
+        self._batch, self._own, self._owners, self._form = batch, storage, owners, form
         self._enable_pdl = enable_pdl
         self._kernels = kernels(batch.new_q.device)
-        own = group[batch.rank]
-        self._bases = own.tagged_recv_bases if form == "tagged" else own.recv_bases
+        self._bases = storage.tagged_recv_bases if form == "tagged" else storage.recv_bases
         self._own_keys = (batch.key_rows >= 0).nonzero().squeeze(1)
         self._peers = torch.tensor([r for r in range(batch.world_size) if r != batch.rank])
 
@@ -65,7 +74,7 @@ class Producer:
             index_k,
             batch.key_rows,
             self._bases,
-            self._group[batch.rank].expected_generations[slot],
+            self._own.expected_generations[slot],
             slot=slot,
             rank=batch.rank,
             form=(module.NO_ROWS, module.LEGACY_ROWS, module.TAGGED_ROWS)[form],
@@ -73,7 +82,7 @@ class Producer:
         )
 
     def _with_torch(self, index_k: Tensor, slot: int) -> None:
-        batch, own, peers = self._batch, self._group[self._batch.rank], self._peers
+        batch, own, peers = self._batch, self._own, self._peers
         batch.index_q.copy_(batch.new_q)
         mine = self._own_keys
         index_k.view(torch.uint8).view(-1, HEAD_DIM)[batch.key_rows[mine]] = batch.new_keys.view(torch.uint8)[
@@ -85,7 +94,7 @@ class Producer:
             rows[peers] = tags[..., None] | (rows[peers] & 0xFFFFFFFF)
         elif self._form == "legacy":
             own.recv[slot, peers, ..., READY_WORD] = READY
-            for owner in self._group:
+            for owner in self._owners:
                 owner.recv[slot, batch.rank, ..., READY_WORD] = 0
 
 

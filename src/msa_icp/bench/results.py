@@ -30,19 +30,21 @@ def parser(description: str | None, results: Path, *, backends: bool = True) -> 
     return made
 
 
+def heading(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """What a document's figures hold for: card, versions, date, and the commit (default: git's HEAD)."""
+    if commit is None:
+        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    return {**versions(device), "date": datetime.date.today().isoformat(), "commit": commit}
+
+
 def write(args: argparse.Namespace, stem: str, measured: Sequence[Any], **facts: Any) -> None:
     """Write rows (dataclasses), and what they hold for, to `<stem>_<name>.json`, if there is a name."""
     if args.name is None:
         return
-    commit = args.commit
-    if commit is None:
-        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{stem}_{args.name}.json"
     document = {
-        **versions(torch.device(args.device)),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
+        **heading(torch.device(args.device), args.commit),
         **facts,
         "rows": [asdict(row) for row in measured],
     }
