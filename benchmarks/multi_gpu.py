@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from msa_icp.bench import multi_gpu, results
+from msa_icp.bench import results
 from msa_icp.bench.command import kernel_backends
-from msa_icp.bench.multi_gpu_team import Setting
+from msa_icp.bench.multi_gpu import runner
+from msa_icp.bench.multi_gpu.team import Setting
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -33,9 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> int:
     parser = results.parser(__doc__, RESULTS)
     parser.add_argument("--ranks", type=int, choices=(2, 4), help="default: 4 where there are as many cards")
-    parser.add_argument(
-        "--parts", help=f"some of {','.join(multi_gpu.PARTS)}; default: all that mean something"
-    )
+    parser.add_argument("--parts", help=f"some of {','.join(runner.PARTS)}; default: all that mean something")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, about three minutes on GPUs")
     parser.add_argument("--steps", type=int, help="of each combination of the exchange's correctness")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after so long")
@@ -46,22 +45,20 @@ def main() -> int:
     backends = tuple(args.backend or kernel_backends(torch.device(kind)))
     setting = Setting(ranks, kind, backends)
     try:
-        parts = args.parts.split(",") if args.parts else multi_gpu.parts_for(setting.place)
+        parts = args.parts.split(",") if args.parts else runner.parts_for(setting.place)
     except ValueError as error:
         parser.error(str(error))
-    if unknown := set(parts) - set(multi_gpu.PARTS):
-        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(multi_gpu.PARTS)}")
-    which = multi_gpu.sizes(kind, args.quick)
+    if unknown := set(parts) - set(runner.PARTS):
+        parser.error(f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(runner.PARTS)}")
+    which = runner.sizes(kind, args.quick)
     if args.steps:
         which = replace(which, steps=args.steps)
     path = None if args.name is None else args.out / f"multi_gpu_{args.name}.json"
-    document = multi_gpu.Document(multi_gpu.facts(setting, args.commit, which), path)
+    document = runner.Document(runner.facts(setting, args.commit, which), path)
     return _run(setting, parts, which, document, args)
 
 
-def _run(
-    setting: Setting, parts: Any, which: multi_gpu.Sizes, document: multi_gpu.Document, args: Any
-) -> int:
+def _run(setting: Setting, parts: Any, which: runner.Sizes, document: runner.Document, args: Any) -> int:
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -71,10 +68,10 @@ def _run(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit's: end as with Ctrl-C
     try:
         until = time.time() + 60 * args.minutes
-        multi_gpu.run(setting, parts, which, document, plant=args.plant, until=until, say=say)
+        runner.run(setting, parts, which, document, plant=args.plant, until=until, say=say)
     except KeyboardInterrupt:
         say("interrupted")
-    for line in multi_gpu.summary(document):
+    for line in runner.summary(document):
         say(line)
     for line in document.wrong:
         say(f"WRONG: {line}")

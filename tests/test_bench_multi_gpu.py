@@ -16,20 +16,14 @@ import torch.distributed as dist
 from loading import benchmark
 
 import msa_icp
-from msa_icp.bench import (
-    multi_gpu,
-    multi_gpu_correctness,
-    multi_gpu_faults,
-    multi_gpu_prefill,
-    multi_gpu_team,
-)
-from msa_icp.bench import multi_gpu_together as together
-from msa_icp.bench.multi_gpu_team import RanksFailed, Setting, Team
+from msa_icp.bench.multi_gpu import correctness, faults, prefill, runner, together
+from msa_icp.bench.multi_gpu import team as teams
+from msa_icp.bench.multi_gpu.team import RanksFailed, Setting, Team
 from msa_icp.bench.prefill import Window
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="starts processes")
 TWO = Setting(2, "cpu", ("torch",))
-TINY = multi_gpu.Sizes(
+TINY = runner.Sizes(
     steps=24,
     tokens=(2,),
     columns=(20,),
@@ -43,9 +37,9 @@ TINY = multi_gpu.Sizes(
 def run(tmp_path, parts, setting=TWO, **options):
     """What a run of these parts leaves in its file."""
     path = tmp_path / "multi_gpu_test.json"
-    document = multi_gpu.Document(multi_gpu.facts(setting, "abc", TINY), path)
+    document = runner.Document(runner.facts(setting, "abc", TINY), path)
     lines: list[str] = []
-    multi_gpu.run(setting, parts, TINY, document, say=lines.append, **options)
+    runner.run(setting, parts, TINY, document, say=lines.append, **options)
     return json.loads(path.read_text()), document, lines
 
 
@@ -61,7 +55,7 @@ def by_what(part):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("whole"), multi_gpu.PARTS)
+    return run(tmp_path_factory.mktemp("whole"), runner.PARTS)
 
 
 def test_the_document(whole):
@@ -74,13 +68,13 @@ def test_the_document(whole):
         False,
     )
     assert "say nothing about GPUs" in saved["timings"]
-    assert tuple(saved["parts"]) == multi_gpu.PARTS
+    assert tuple(saved["parts"]) == runner.PARTS
     for name, part in saved["parts"].items():
         assert part["complete"], name
         assert part["problem"] is None
         assert part["seconds"] > 0
         for row in part["rows"]:
-            assert any(multi_gpu.words(row) == line for line in lines)
+            assert any(runner.words(row) == line for line in lines)
     assert document.wrong == []
 
 
@@ -116,7 +110,7 @@ def test_what_was_timed(whole):
     assert [row.get("ok") for row in chain] == [True, True, None]
     assert {row["place"] for row in [*chain, *parts["latency"]["rows"]]} == {"the processor"}
     assert all(row["us"] > 0 and row["context"] == 2048 and row["of_plain_read"] is None for row in chain)
-    assert len(multi_gpu.summary(whole[1])) == 1
+    assert len(runner.summary(whole[1])) == 1
     prefill = parts["prefill"]["rows"]
     assert [row["form"] for row in prefill] == ["score, select", "fused"]
     for row in prefill:
@@ -157,8 +151,8 @@ def test_a_planted_wrong_row_is_reported(tmp_path):
 
 def test_the_planted_row_is_wrong_for_one_owner():
     """Whatever the scores are: both ranks' truth is as before but for head 0 of one token."""
-    group = msa_icp.ReceiveStorage.in_process(2, capacity=len(multi_gpu_correctness.NUM_VALID))
-    layers = [multi_gpu_correctness.Layers(s, "torch", tagged=True, spin_limit=9) for s in group]
+    group = msa_icp.ReceiveStorage.in_process(2, capacity=len(correctness.NUM_VALID))
+    layers = [correctness.Layers(s, "torch", tagged=True, spin_limit=9) for s in group]
     for each in layers:
         each.plant()
     for each in layers:
@@ -185,7 +179,7 @@ def test_the_planted_row_is_wrong_for_one_owner():
 def test_a_run_is_judged(run, wrong, error, right):
     """24 steps are two cycles: a control's planted row is wrong twice, for the owner of head 0."""
     row = {"run": run, "steps": 24, "wrong_rows": wrong, "errors": ["", error]}
-    assert multi_gpu_correctness._right(row) == right
+    assert correctness._right(row) == right
 
 
 @pytest.mark.parametrize(
@@ -215,21 +209,21 @@ def test_a_dead_rank_that_nobody_names(named, usable, reset, again, right):
         def replace(self):
             pass
 
-    row = multi_gpu_faults.kill(Ranks(), "torch", "tagged", False, 1)
+    row = faults.kill(Ranks(), "torch", "tagged", False, 1)
     assert row["ok"] == right
-    assert multi_gpu.words(row).splitlines()[0].endswith("ok" if right else "WRONG")
+    assert runner.words(row).splitlines()[0].endswith("ok" if right else "WRONG")
 
 
 def test_what_is_there_is_written_when_it_is_interrupted(tmp_path):
     path = tmp_path / "found.json"
-    document = multi_gpu.Document(multi_gpu.facts(TWO, "abc", TINY), path)
+    document = runner.Document(runner.facts(TWO, "abc", TINY), path)
 
     def interrupted(text):
         if "eager" in text:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        multi_gpu.run(TWO, ["correctness"], TINY, document, say=interrupted)
+        runner.run(TWO, ["correctness"], TINY, document, say=interrupted)
     part = json.loads(path.read_text())["parts"]["correctness"]
     assert [row["run"] for row in part["rows"]] == ["control", "eager"]
     assert not part["complete"]
@@ -243,11 +237,11 @@ def test_a_part_that_fails_does_not_keep_the_next_from_running(tmp_path):
 
 
 def test_no_part_begins_after_its_time(tmp_path):
-    document = multi_gpu.Document({})
+    document = runner.Document({})
     lines: list[str] = []
     now = time.time()
-    multi_gpu.run(TWO, ["chain"], TINY, document, until=now - 1, say=lines.append)
-    multi_gpu.run(TWO, ["chain", "faults"], TINY, document, until=now - 1, say=lines.append)
+    runner.run(TWO, ["chain"], TINY, document, until=now - 1, say=lines.append)
+    runner.run(TWO, ["chain", "faults"], TINY, document, until=now - 1, say=lines.append)
     assert set(lines) == {"chain: the time is over", "faults: the time is over"}
     assert document.parts == {}
 
@@ -305,7 +299,7 @@ def test_ranks_are_timed_together(team):
 
 
 def test_a_rank_that_raises_is_named_first(team, monkeypatch):
-    monkeypatch.setattr(multi_gpu_team, "GRACE_S", 0.5)
+    monkeypatch.setattr(teams, "GRACE_S", 0.5)
     assert team.run(ranks_of) == [[0, 1], [0, 1]]
     with pytest.raises(RanksFailed, match=r"(?s)^rank 1 failed: KeyError: 'planted'.*rank 0 did not come"):
         team.run(wrong_on_one)
@@ -353,7 +347,7 @@ def test_a_replay_is_timed_from_the_gate_on(monkeypatch):
 
 @pytest.mark.parametrize(
     ("cards", "allowed", "place"),
-    [(4, "0", multi_gpu_team.OWN_CARDS), (1, "1", multi_gpu_team.ONE_CARD), (1, "0", None), (0, "1", None)],
+    [(4, "0", teams.OWN_CARDS), (1, "1", teams.ONE_CARD), (1, "0", None), (0, "1", None)],
 )
 def test_places(monkeypatch, cards, allowed, place):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
@@ -364,15 +358,15 @@ def test_places(monkeypatch, cards, allowed, place):
             assert setting.place
         return
     assert setting.place == place
-    timed = {"latency", "chain", "prefill"} & set(multi_gpu.parts_for(place))
-    assert bool(timed) == (place == multi_gpu_team.OWN_CARDS)
+    timed = {"latency", "chain", "prefill"} & set(runner.parts_for(place))
+    assert bool(timed) == (place == teams.OWN_CARDS)
 
 
 def test_a_backend_with_a_scorer_alone_is_mixed_with_another():
     both = ["score, select", "fused"]
-    assert multi_gpu_prefill.served(["torch"]) == [("torch", both)]
-    assert multi_gpu_prefill.served(["cuda"]) == [("cake", both[:1])]
-    assert multi_gpu_prefill.served(["cuda", "torch"]) == [("torch", both), ("cake", both[:1])]
+    assert prefill.served(["torch"]) == [("torch", both)]
+    assert prefill.served(["cuda"]) == [("cake", both[:1])]
+    assert prefill.served(["cuda", "torch"]) == [("torch", both), ("cake", both[:1])]
 
 
 def test_the_kills():
@@ -380,19 +374,19 @@ def test_the_kills():
     setting = Setting(4, "cuda", ("cuda", "triton"))
     tagged, legacy = ("tagged", True, 3), ("legacy", False, 0)
     both = [("cuda", [tagged, legacy]), ("triton", [tagged, legacy])]
-    assert multi_gpu_faults.planned(setting, True) == both
-    assert multi_gpu_faults.planned(setting, False) == [("cuda", [tagged]), ("triton", [legacy])]
-    assert multi_gpu_faults.planned(TWO, False) == [("torch", [("tagged", False, 1)])]
+    assert faults.planned(setting, True) == both
+    assert faults.planned(setting, False) == [("cuda", [tagged]), ("triton", [legacy])]
+    assert faults.planned(TWO, False) == [("torch", [("tagged", False, 1)])]
 
 
 def test_a_ruler_that_fails_is_noted(monkeypatch):
     def broken(device):
         raise OSError("no NVRTC")
 
-    monkeypatch.setattr(multi_gpu.ruler, "speed", broken)
+    monkeypatch.setattr(runner.ruler, "speed", broken)
     team = SimpleNamespace(run=lambda task: [task(SimpleNamespace(device=torch.device("cpu")))] * 2)
-    document, lines = multi_gpu.Document({}), []
-    multi_gpu._note_speed(team, document, lines.append)
+    document, lines = runner.Document({}), []
+    runner._note_speed(team, document, lines.append)
     assert document.facts["plain_read_tb_s"] == ["OSError: no NVRTC"] * 2
     assert lines == ["plain read of 268 MB, TB/s: OSError: no NVRTC, OSError: no NVRTC"]
 
@@ -400,10 +394,10 @@ def test_a_ruler_that_fails_is_noted(monkeypatch):
 def test_a_goal_that_is_missed_is_no_fault():
     row = {"what": "publish+merge", "backend": "cuda", "form": "tagged", "tokens": 64, "columns": 1024}
     row |= {"publish_us": 4.0, "merge_us": 3.0, "us": 7.0, "alone_us": 5.0, "goal_us": 6.0, "met": False}
-    document = multi_gpu.Document({})
+    document = runner.Document({})
     document.parts["latency"] = {"problem": None, "rows": [row]}
     assert document.wrong == []
-    assert "publish + merge    7.00 us (4.00 + 3.00), alone 5.00, goal 6.0: missed" in multi_gpu.words(row)
+    assert "publish + merge    7.00 us (4.00 + 3.00), alone 5.00, goal 6.0: missed" in runner.words(row)
 
 
 def test_the_script(tmp_path, monkeypatch, capsys):

@@ -29,19 +29,19 @@ MUTANTS = (
     ),
     Mutant(
         "ranks are as fast as the fastest",
-        (("bench/multi_gpu_together.py", "slowest = [max(", "slowest = [min("),),
+        (("bench/multi_gpu/together.py", "slowest = [max(", "slowest = [min("),),
         ("test_bench_multi_gpu.py", "-k", "timed_together"),
     ),
     Mutant(
         "wrong rows of several ranks are not counted",
-        (("bench/multi_gpu_correctness.py", ").any(-1)\n", ").any(-1) * 0\n"),),
+        (("bench/multi_gpu/correctness.py", ").any(-1)\n", ").any(-1) * 0\n"),),
         ("test_bench_multi_gpu.py", "-k", "wrong_for_one_owner"),
     ),
     Mutant(
         "any wrong row is taken for the planted one",
         (
             (
-                "bench/multi_gpu_correctness.py",
+                "bench/multi_gpu/correctness.py",
                 'return bool(row["wrong_rows"] == wanted)',
                 'return any(row["wrong_rows"]) == any(wanted)',
             ),
@@ -50,7 +50,7 @@ MUTANTS = (
     ),
     Mutant(
         "a rank that was killed may be any",
-        (("bench/multi_gpu_faults.py", 'dead in each["named"] and', ""),),
+        (("bench/multi_gpu/faults.py", 'dead in each["named"] and', ""),),
         ("test_bench_multi_gpu.py", "-k", "nobody_names"),
     ),
     Mutant(

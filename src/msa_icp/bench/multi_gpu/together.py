@@ -20,8 +20,8 @@ from torch import Tensor
 import msa_icp
 from msa_icp.geometry import NUM_HEADS, SLOT_SETS
 
-from .measure import capture
-from .multi_gpu_team import Rank
+from ..measure import capture
+from .team import Rank
 
 LONG_S, SHORT_S = 20.0, 0.3
 """Of a wait that must not fail, and of one that is to fail."""

@@ -16,10 +16,10 @@ import msa_icp
 from msa_icp import dispatch
 from msa_icp.geometry import LEGACY_WORDS, NUM_HEADS, TOP_K, ShardLayout
 
-from . import ruler
-from .multi_gpu_team import ONE_CARD, Rank
-from .multi_gpu_together import Gate
-from .prefill import OPS, Window, Workload, bf16_tflops
+from .. import ruler
+from ..prefill import OPS, Window, Workload, bf16_tflops
+from .team import ONE_CARD, Rank
+from .together import Gate
 
 LOCAL = {"score, select": ("score", "select"), "fused": ("fused",)}
 """How a rank's rows come to be."""

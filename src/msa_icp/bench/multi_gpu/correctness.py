@@ -20,11 +20,10 @@ import msa_icp
 from msa_icp import cases, reference
 from msa_icp.geometry import LEGACY_WORDS, NUM_HEADS, TOP_K
 
-from . import multi_gpu_selection
-from . import multi_gpu_together as together
-from .measure import capture
-from .multi_gpu_team import ONE_CARD, Rank
-from .producer import FORMS
+from ..measure import capture
+from ..producer import FORMS
+from . import selection, together
+from .team import ONE_CARD, Rank
 
 CYCLE = 12
 """Layers that differ; each slot set is taken four times, so a graph of them goes on where it ended."""
@@ -304,7 +303,7 @@ def part(rank: Rank, steps: int, plant: bool, until: float) -> None:
         if not rank.go_on(until):
             return
         rank.row(exchange(rank, backend, form, run, CYCLE if run == "control" else steps, plant=plant))
-    for row in multi_gpu_selection.rows(rank, plant=plant, until=until):
+    for row in selection.rows(rank, plant=plant, until=until):
         rank.row(row)
     if rank.place == ONE_CARD:
         rank.say("prefill all-to-all: left out, NCCL wants a card for every rank")

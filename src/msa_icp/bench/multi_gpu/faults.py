@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import msa_icp
 
-from . import multi_gpu_together as together
-from .measure import capture
-from .multi_gpu_correctness import CYCLE, NUM_VALID, Layers, exchange
-from .multi_gpu_team import Rank, Setting, Team
+from ..measure import capture
+from . import together
+from .correctness import CYCLE, NUM_VALID, Layers, exchange
+from .team import Rank, Setting, Team
 
 STEPS_AFTER = 10 * CYCLE
 """Steps of the group that is made anew."""

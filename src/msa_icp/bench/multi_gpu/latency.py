@@ -17,11 +17,11 @@ from typing import Any
 import msa_icp
 from msa_icp.geometry import BLOCK, ShardLayout
 
-from . import batch
-from .chain import Chain
-from .multi_gpu_team import OWN_CARDS, Rank
-from .multi_gpu_together import Gate
-from .producer import FORMS
+from .. import batch
+from ..chain import Chain
+from ..producer import FORMS
+from .team import OWN_CARDS, Rank
+from .together import Gate
 
 GOAL_US = 6.0
 """Publish and merge together, at GOAL_TOKENS tokens."""

@@ -19,9 +19,9 @@ from msa_icp.cases import DecodeCase, poisoned
 from msa_icp.geometry import NUM_HEADS, PAGE_SIZES, TOP_K
 from msa_icp.prefill_cases import PrefillCase, prefill_case
 
-from . import multi_gpu_together as together
-from .multi_gpu_team import ONE_CARD, Rank
-from .producer import FORMS
+from ..producer import FORMS
+from . import together
+from .team import ONE_CARD, Rank
 
 LAYERS = 4
 """Of a decode case: every slot set, and the first one again."""

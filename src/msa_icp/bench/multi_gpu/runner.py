@@ -1,9 +1,9 @@
 """The exchange on several GPUs of one host: right, how fast, and what happens when a rank is killed.
 
-`run` starts the ranks (`multi_gpu_team.py`), lets them do the parts one after another, and writes the
+`run` starts the ranks (`team.py`), lets them do the parts one after another, and writes the
 document after every row, so that nothing is lost when it is interrupted. A part that fails does not keep the
-others from running. The parts are a module each: `multi_gpu_correctness.py`, `..._latency.py`,
-`..._chain.py`, `..._prefill.py`, `..._faults.py`; `multi_gpu_together.py` says how ranks are timed.
+others from running. The parts are a module each: `correctness.py`, `latency.py`, `chain.py`,
+`prefill.py`, `faults.py`; `together.py` says how ranks are timed.
 """
 
 from __future__ import annotations
@@ -17,17 +17,10 @@ from typing import Any
 
 import torch
 
-from . import (
-    multi_gpu_chain,
-    multi_gpu_correctness,
-    multi_gpu_faults,
-    multi_gpu_latency,
-    multi_gpu_prefill,
-    results,
-    ruler,
-)
-from .multi_gpu_team import ONE_CARD, OWN_CARDS, PROCESSOR, Rank, RanksFailed, Setting, Team
-from .prefill import SIZES, Window
+from .. import results, ruler
+from ..prefill import SIZES, Window
+from . import chain, correctness, faults, latency, prefill
+from .team import ONE_CARD, OWN_CARDS, PROCESSOR, Rank, RanksFailed, Setting, Team
 
 PARTS = ("correctness", "latency", "prefill", "chain", "faults")
 """In the order in which they run if none are named: what comes last may be cut short by a time limit."""
@@ -35,7 +28,7 @@ UNTIMED = ("correctness", "faults")
 """The parts that mean something where ranks share a card."""
 FAULTS_S = 75.0
 """Seconds that the parts before the faults leave to them, where time is limited."""
-TIMED = (*multi_gpu_chain.MEASURED, "publish+merge", "prefill")
+TIMED = (*chain.MEASURED, "publish+merge", "prefill")
 """Rows that are about time: each says where it was taken."""
 HOLDS = {
     OWN_CARDS: "timings of the slowest rank, every rank on a card of its own",
@@ -217,15 +210,15 @@ def _run_part(
     team: Team, part: str, which: Sizes, plant: bool, until: float, row: Callable[[dict[str, Any]], None]
 ) -> None:
     if part == "correctness":
-        team.run(multi_gpu_correctness.part, which.steps, plant, until)
+        team.run(correctness.part, which.steps, plant, until)
     elif part == "latency":
-        team.run(multi_gpu_latency.part, which.tokens, which.columns, until)
+        team.run(latency.part, which.tokens, which.columns, until)
     elif part == "chain":
-        team.run(multi_gpu_chain.part, which.contexts, which.batches, which.page_sizes, until)
+        team.run(chain.part, which.contexts, which.batches, which.page_sizes, until)
     elif part == "prefill":
-        team.run(multi_gpu_prefill.part, which.windows, which.page_sizes[:1], until)
+        team.run(prefill.part, which.windows, which.page_sizes[:1], until)
     else:
-        multi_gpu_faults.part(team, which.all_kills, row, until)
+        faults.part(team, which.all_kills, row, until)
 
 
 def _note_speed(team: Team, document: Document, say: Callable[[str], None]) -> None:

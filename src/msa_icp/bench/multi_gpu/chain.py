@@ -17,13 +17,13 @@ from torch import Tensor
 import msa_icp
 from msa_icp.geometry import HEAD_DIM, SLOT_SETS, ShardLayout
 
-from . import batch, ruler
-from .batch import Batch
-from .chain import Chain, chain_layers
-from .decode_chain import WAYS, Maker
-from .measure import chain_bytes
-from .multi_gpu_team import Rank
-from .multi_gpu_together import Gate
+from .. import batch, ruler
+from ..batch import Batch
+from ..chain import Chain, chain_layers
+from ..decode_chain import WAYS, Maker
+from ..measure import chain_bytes
+from .team import Rank
+from .together import Gate
 
 MEASURED = ("chain", "chain_fused", "replicated")
 _MOST_POOL_BYTES = 6_000_000_000
