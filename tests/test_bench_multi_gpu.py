@@ -292,8 +292,8 @@ def ranks_of(rank):
 def test_ranks_are_timed_together(team):
     assert [round(us, -3) >= 10_000 for us in team.run(slow_on_one)] == [True, True]
     waited, late = team.run(late_on_one)
-    assert waited > 0.5
-    assert late < 0.5
+    assert waited > 0.3
+    assert late < waited
     with pytest.raises(RanksFailed, match=r"(?s)^rank 1 killed by SIGKILL\nrank 0 failed: RuntimeError"):
         team.run(killed_on_one)
 
