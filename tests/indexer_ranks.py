@@ -44,8 +44,7 @@ def eager_and_replayed(rank: int, world_size: int, folder: Path, tagged: bool) -
                     step.run(layer, queries, ranks.keys[rank], slot=slot)
                 wrong += not torch.equal(ranks.outputs[rank].cpu(), truth(ranks, queries, rank))
         storage.check()
-    stats = cache.stats
-    counts = [stats.eager_layers, stats.captured_layers, stats.replayed_layers, stats.evicted_keys]
+    counts = [cache.stats[name] for name in graphs.STATS]
     return {"wrong": wrong, "numbers": counts}
 
 

@@ -20,9 +20,10 @@ layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
 forms = pytest.mark.parametrize("tagged", [False, True])
 
 
-def batch(world_size=2, page_size=128, seq_lens=(300, 40, 2100), query_len=2):
+def batch(world_size=2, page_size=128, seq_lens=(300, 40, 2100), query_len=2, **rest):
     """Exact sums, so that every backend selects what the reference does."""
-    return cases.decode_case("", world_size, page_size, seq_lens=seq_lens, decode_query_len=query_len)
+    lens = {"seq_lens": seq_lens, "decode_query_len": query_len}
+    return cases.decode_case("", world_size, page_size, **lens, **rest)
 
 
 def window(world_size=2, page_size=128):
@@ -61,7 +62,6 @@ def test_attributes():
         (128, 1 << 17, 8192, (8192, 4, 1024), 1),
         (128, 1 << 17, 100, (100, 4, 1024), 1),
         (128, 129, 20000, (8192, 4, 16), 3),
-        (128, 8388480, 8192, (128, 4, 65536), 64),
     ],
 )
 def test_scratch_and_windows(page_size, longest, batched, scratch, windows):
@@ -98,7 +98,7 @@ def test_shorter_contexts_have_longer_windows():
         ("max_num_seqs", 0),
         ("max_num_seqs", 65537),
         ("max_model_len", 0),
-        ("max_model_len", 65535 * 128 + 1),
+        ("max_model_len", 8192 * 128 + 1),
         ("num_sparse_layers", 0),
         ("num_sparse_layers", True),
         ("max_model_len", 4.0),
@@ -109,8 +109,7 @@ def test_shorter_contexts_have_longer_windows():
     ],
 )
 def test_a_wrong_limit_is_named(name, value):
-    named = "backend" if (name, value) == ("device", "meta") else name
-    with pytest.raises(ValueError, match=rf"^{named}( \+ local_blocks)?:"):
+    with pytest.raises(ValueError, match=rf"^{name}( \+ local_blocks)?:"):
         plan_of(**{name: value})
 
 

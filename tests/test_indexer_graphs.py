@@ -34,8 +34,7 @@ def stand_in(request, monkeypatch):
 
 
 def numbers(cache):
-    stats = cache.stats
-    return stats.eager_layers, stats.captured_layers, stats.replayed_layers, stats.evicted_keys
+    return tuple(cache.stats[name] for name in graphs.STATS)
 
 
 class Halves:
@@ -43,6 +42,7 @@ class Halves:
 
     def __init__(self, step, part):
         self.step, self.part, self.tokens = step, part, step.tokens
+        self.indexer, self.check_storage = step.indexer, step.check_storage
 
     def record(self, index_q, index_k, *, slot):
         return self.step.record(index_q, index_k, slot=slot)[self.part]
@@ -307,7 +307,9 @@ def test_a_capture_that_fails_leaves_no_graph(stand_in, monkeypatch):
 def test_decode_rows_come_first(backend, device, stand_in):
     """A layer of both; its exchange is part of the graph. Of all ranks of a process, as one rank's step."""
     interpreted_only_if(False, backend, device)
-    decode, prefill = Decode(batch(), backend, device), Prefill(window(), backend, device)
+    decode = Decode(batch(init_blocks=1, local_blocks=1), backend, device)
+    prefill = Prefill(window(), backend, device)
+    prefill.plans = decode.plans
     for plan in decode.plans:
         plan.warmup()
     planned = prefill.window_plans()

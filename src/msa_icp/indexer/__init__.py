@@ -5,13 +5,12 @@ receive storage as it takes it, `rules.py` which form serves. `chains.py` turns 
 `steps.py` and `graphs.py` launch them again with less host time.
 """
 
-from .graphs import LayerGraphStats, MSAIcpGraphStep, MSAIcpLayerGraphs
+from .graphs import MSAIcpGraphStep, MSAIcpLayerGraphs
 from .plan import MSAIcpIndexerPlan
 from .prepare import prepare_msa_icp_indexer
 from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
 
 __all__ = [
-    "LayerGraphStats",
     "MSAIcpDecodeStep",
     "MSAIcpGraphStep",
     "MSAIcpIndexerPlan",

@@ -6,14 +6,16 @@ them are checked before the first one is launched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import api, checks
-from ..geometry import BLOCK, SLOT_SETS
+from ..geometry import BLOCK, HEAD_DIM, LEGACY_WORDS, SLOT_SETS
 from ..launches import Launch, recording
 from ..prefill_plan import MSAIcpScorePlan
 from .comm import Comm, RowForm
@@ -21,12 +23,41 @@ from .comm import Comm, RowForm
 if TYPE_CHECKING:
     from .plan import MSAIcpIndexerPlan
 
-P = ParamSpec("P")
+
+DECODE_NAMES = {"score_out": "scores", "recv_slot.shape[2]": "max_decode_tokens"}
+"""What a caller of the facade calls an argument of the functions."""
+PREFILL_NAMES = {
+    "q": "query",
+    "k": "index_k",
+    "plan": "window_plan",
+    "max_score": "score_scratch",
+    "scores": "score_scratch",
+    "carrier": "carrier_view",
+    "recv_slot": "received",
+}
 
 
-def recorded(calls: Callable[P, None], *arguments: P.args, **numbers: P.kwargs) -> list[Launch]:
-    """What the calls would launch."""
-    with recording() as launches:
+@contextmanager
+def named(names: dict[str, str]) -> Iterator[None]:
+    """A ValueError of an argument begins with the name that its caller knows it by."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        name = re.match(r"\w+", text)
+        if name is not None and name[0] in names:
+            text = names[name[0]] + text[name.end() :]
+        for part, theirs in names.items():
+            text = text.replace(part, theirs) if "." in part else text
+        raise ValueError(text) from error.__cause__
+
+
+def recorded(
+    calls: Callable[..., None], names: dict[str, str], *arguments: Any, **numbers: Any
+) -> list[Launch]:
+    """What the calls of a half of prefill would launch; `names` are those of the caller's caller."""
+    known = {ours: names.get(theirs, theirs) for ours, theirs in PREFILL_NAMES.items()} | names
+    with recording() as launches, named(known):
         calls(*arguments, **numbers)
     return launches
 
@@ -47,15 +78,15 @@ def decode(
     decode_query_len: int,
     enable_pdl: bool = True,
     pool: Tensor | None = None,
-    publish: bool = True,
-    merge: bool = True,
+    without_publish: bool = False,
+    without_merge: bool = False,
 ) -> list[Launch]:
     """Of `MSAIcpIndexerPlan.decode`, or of a half of it."""
     slot = _checked_slot(plan, slot, tagged, decode_query_len)
     checked = plan.checked(comm)
     rows = checked.forms[tagged]
-    with recording() as launches:
-        if publish:
+    with recording() as launches, named(DECODE_NAMES):
+        if not without_publish:
             _publish(
                 plan,
                 (index_q, index_k, block_table, seq_lens),
@@ -68,7 +99,7 @@ def decode(
                 decode_query_len=decode_query_len,
                 enable_pdl=enable_pdl,
             )
-        if merge:
+        if not without_merge:
             api.msa_icp_merge_candidates(
                 rows.received[slot],
                 num_valid_pages,
@@ -100,13 +131,13 @@ def traced_decode(
     decode_query_len: int,
     enable_pdl: bool = True,
     pool: Tensor | None = None,
-    publish: bool = True,
-    merge: bool = True,
+    without_publish: bool = False,
+    without_merge: bool = False,
 ) -> None:
     """The same in a function that `torch.compile` traces: the calls are ops of its graph, checked when it
     runs."""
     slot = _checked_slot(plan, slot, tagged, decode_query_len)
-    if publish:
+    if not without_publish:
         bases = comm.tagged_recv_bases if tagged else comm.recv_bases
         _publish(
             plan,
@@ -120,7 +151,7 @@ def traced_decode(
             decode_query_len=decode_query_len,
             enable_pdl=enable_pdl,
         )
-    if merge:
+    if not without_merge:
         api.merge_received(
             comm,
             num_valid_pages,
@@ -233,6 +264,9 @@ def prefill_local(
     pool: Tensor | None = None,
 ) -> None:
     """The calls of `MSAIcpIndexerPlan.prefill_local`."""
+    # The functions take the page size from the shard.
+    shape = ("pages", plan.page_size // plan.world_size, HEAD_DIM)
+    checks.tensor("index_k", index_k, checks.FP8, shape, device=plan.device)
     shard: dict[str, Any] = {
         "rank": plan.rank,
         "tp": plan.world_size,
@@ -275,6 +309,8 @@ def prefill_local(
 
 def prefill_merge(plan: MSAIcpIndexerPlan, received: Tensor, num_valid_pages: Tensor, output: Tensor) -> None:
     """The calls of `MSAIcpIndexerPlan.prefill_merge`."""
+    shape = (plan.world_size, plan.heads_per_rank, "tokens", LEGACY_WORDS)
+    checks.tensor("received", received, torch.int32, shape, device=plan.device)
     api.msa_icp_merge_candidates(
         received,
         num_valid_pages,

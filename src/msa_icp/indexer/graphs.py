@@ -8,39 +8,46 @@ another key.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
+from ..geometry import SLOT_SETS
 from ..launches import Launch, identity, launch
 from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
 
 if TYPE_CHECKING:
     from .plan import MSAIcpIndexerPlan
 
-
-@dataclass
-class LayerGraphStats:
-    """How the layers ran since the cache was made or cleared."""
-
-    eager_layers: int = 0
-    captured_layers: int = 0
-    """Runs that captured a graph and launched it."""
-    replayed_layers: int = 0
-    evicted_keys: int = 0
+STATS = ("eager_layers", "captured_layers", "replayed_layers", "evicted_keys")
+_MOST_SEEN = 64
+"""Keys without a graph that are remembered: batch sizes that come once must not push out one that stays."""
 
 
 @dataclass
 class _Layer:
-    """A layer of one key."""
+    """A layer of one key, with the K shard that it had last."""
 
+    keys: Hashable
     runs: int = 0
     graph: Any = None
+
+
+@dataclass(eq=False)
+class _Key:
+    """What steps with the same arguments share."""
+
+    key: Hashable
+    layers: dict[Hashable, _Layer] = field(default_factory=dict)
+    staging: Tensor | None = None
+    """What the graphs read the query from."""
+    used: int = 0
+    evicted: bool = False
 
 
 class MSAIcpLayerGraphs:
@@ -52,17 +59,19 @@ class MSAIcpLayerGraphs:
 
     Attributes:
         device: the indexer's.
-        stats: `eager_layers`, `captured_layers`, `replayed_layers`, `evicted_keys`; a run counts once.
+        stats: a Counter of `eager_layers`, `captured_layers`, `replayed_layers`, of which a run counts as
+            one, and of `evicted_keys`.
     """
 
     def __init__(self, indexer: MSAIcpIndexerPlan, *, capture_after: int, max_keys: int) -> None:
         """See `MSAIcpIndexerPlan.layer_graphs`."""
         self.device = indexer.device
+        self._indexer = indexer
         self._capture_after = checks.integer("capture_after", capture_after, 0)
         self._max_keys = checks.integer("max_keys", max_keys, 1)
-        self._keys: OrderedDict[Hashable, dict[Hashable, _Layer]] = OrderedDict()
-        self._staging: dict[Hashable, Tensor] = {}
-        self.stats = LayerGraphStats()
+        self._keys: dict[Hashable, _Key] = {}
+        self._clock = 0
+        self.stats = _no_stats()
 
     def begin_step(
         self,
@@ -76,11 +85,11 @@ class MSAIcpLayerGraphs:
         """A step of decode rows, prefill rows, or both.
 
         Args:
-            prefill, decode: prepared steps, at least one.
+            prefill, decode: prepared steps of this indexer, at least one.
             exchange: the all-to-all of the prefill, called between its two halves; exactly with `prefill`.
                 It is captured with the layer: on a GPU it must queue its work on the current stream, as
                 `exchange_prefill` does over NCCL or within a process.
-            exchange_key: tells exchanges apart that launch different work.
+            exchange_key: hashable; tells exchanges apart that launch different work.
             decode_tokens: rows at the begin of `index_q` that are the decode step's; 0 exactly without one.
 
         Raises:
@@ -88,40 +97,67 @@ class MSAIcpLayerGraphs:
         """
         if prefill is None and decode is None:
             checks.refuse("prefill, decode", "given, at least one of them", None)
+        for name, step in (("prefill", prefill), ("decode", decode)):
+            if step is not None and getattr(step, "indexer", None) is not self._indexer:
+                checks.refuse(name, "a prepared step of the indexer that made these layer graphs", type(step))
         if (exchange is None) != (prefill is None):
             checks.refuse("exchange", "given exactly with prefill", "given" if exchange else None)
+        if exchange is not None and not callable(exchange):
+            checks.refuse("exchange", "a function without arguments", type(exchange))
+        if not isinstance(exchange_key, Hashable):
+            checks.refuse("exchange_key", "hashable", type(exchange_key))
         tokens = 0 if decode is None else decode.tokens
         if checks.integer("decode_tokens", decode_tokens, 0) != tokens:
             checks.refuse("decode_tokens", f"the {tokens} rows of the decode step", decode_tokens)
-        return MSAIcpGraphStep(self, prefill, decode, exchange, exchange_key, tokens)
+        return MSAIcpGraphStep(self, prefill, decode, exchange, exchange_key)
 
     def clear(self) -> None:
         """Forget all keys, graphs and staging buffers, and start `stats` anew."""
-        self._keys.clear()
-        self._staging.clear()
-        self.stats = LayerGraphStats()
+        for entry in list(self._keys.values()):
+            self._forget(entry)
+        self.stats = _no_stats()
 
     # ------------------------------------------------------------ for the steps
 
-    def layer(self, key: Hashable, layer: Hashable) -> _Layer:
-        """A layer of a key, which becomes the one used last."""
-        layers = self._keys.setdefault(key, {})
-        self._keys.move_to_end(key)
-        if len(self._keys) > self._max_keys:
-            self._keys.popitem(last=False)
-            self.stats.evicted_keys += 1
-        return layers.setdefault(layer, _Layer())
+    def entry(self, key: Hashable) -> _Key:
+        """What is kept for a key."""
+        entry = self._keys.get(key)
+        if entry is None:
+            unused = [other for other in self._keys.values() if other.staging is None]
+            if len(unused) >= _MOST_SEEN:
+                self._forget(min(unused, key=lambda other: other.used))
+            entry = self._keys[key] = _Key(key)
+        return entry
 
-    def may_use_graphs(self, layer: _Layer) -> bool:
+    def use(self, entry: _Key) -> None:
+        """From now on it is the one used last."""
+        self._clock += 1
+        entry.used = self._clock
+
+    def uses_graphs(self, layer: _Layer) -> bool:
         """Whether the next run of a layer is that of a graph, which may have to be captured first."""
         return layer.runs >= self._capture_after and can_capture(self.device)
 
-    def staging(self, index_q: Tensor) -> Tensor:
-        """The buffer that graphs read a query of this shape from."""
-        key = (index_q.shape, index_q.dtype)
-        if key not in self._staging:
-            self._staging[key] = torch.empty(index_q.shape, dtype=index_q.dtype, device=index_q.device)
-        return self._staging[key]
+    @torch.inference_mode(False)  # an inference tensor could not be written outside that mode
+    def staging(self, entry: _Key, index_q: Tensor) -> Tensor:
+        """The buffer that a key's graphs read the query from; a key that gets one may push another out."""
+        if entry.staging is None:
+            captured = [other for other in self._keys.values() if other.staging is not None]
+            if len(captured) >= self._max_keys:
+                self._forget(min(captured, key=lambda other: other.used))
+                self.stats["evicted_keys"] += 1
+            entry.staging = torch.empty(index_q.shape, dtype=index_q.dtype, device=index_q.device)
+        return entry.staging
+
+    def _forget(self, entry: _Key) -> None:
+        del self._keys[entry.key]
+        entry.layers.clear()
+        entry.staging = None
+        entry.evicted = True
+
+
+def _no_stats() -> Counter[str]:
+    return Counter(dict.fromkeys(STATS, 0))
 
 
 class MSAIcpGraphStep:
@@ -134,7 +170,6 @@ class MSAIcpGraphStep:
         decode: MSAIcpDecodeStep | None,
         exchange: Callable[[], None] | None,
         exchange_key: Hashable,
-        decode_tokens: int,
     ) -> None:
         """See `MSAIcpLayerGraphs.begin_step`."""
         self._cache = cache
@@ -142,8 +177,9 @@ class MSAIcpGraphStep:
         self._decode = decode
         self._exchange = exchange
         self._exchange_key = exchange_key
-        self._decode_tokens = decode_tokens
-        self._step_key: Hashable = None
+        self._decode_tokens = 0 if decode is None else decode.tokens
+        self._tokens = self._decode_tokens + (0 if prefill is None else prefill.tokens)
+        self._entry: _Key | None = None
 
     def run(self, layer: int, index_q: Tensor, index_k: Tensor, *, slot: int = 0) -> None:
         """A layer: the decode rows, then the prefill rows.
@@ -151,32 +187,58 @@ class MSAIcpGraphStep:
         Args:
             layer: which one; two layers never share a graph.
             index_q: `float8_e4m3fn [T, 4, 128]`: the decode step's rows, then the prefill step's.
-            index_k: the layer's K shard.
-            slot: the decode step's slot set.
+            index_k: the layer's K shard. One that moves is captured anew.
+            slot: the decode step's slot set; each has graphs of its own.
 
         Raises:
             ValueError: as the prepared steps do; nothing has been launched.
         """
         cache = self._cache
-        if self._step_key is None:
-            self._step_key = self._key(index_q, index_k)
-        query = index_q.shape, index_q.stride(), index_q.dtype, index_q.device
-        state = cache.layer(self._step_key, (layer, slot, query, identity(index_k)))
-        if not cache.may_use_graphs(state):
+        entry, state = self._state(layer, index_q, index_k, slot)
+        cache.use(entry)
+        if not cache.uses_graphs(state):
             self._launch(index_q, index_k, slot)
-            cache.stats.eager_layers += 1
+            cache.stats["eager_layers"] += 1
+        elif state.graph is None:
+            self._bind(index_q, index_k, slot)  # checks what the graph does not read, as it is copied
+            staged = cache.staging(entry, index_q)
+            state.graph = capture(lambda: self._launch(staged, index_k, slot), cache.device)
+            cache.stats["captured_layers"] += 1
+            self._replay(staged, index_q, state)
         else:
-            if state.graph is None:
-                self._bind(index_q, index_k, slot)  # checks what the graph does not read, as it is copied
-            staged = cache.staging(index_q)
-            if state.graph is None:
-                state.graph = capture(lambda: self._launch(staged, index_k, slot), cache.device)
-                cache.stats.captured_layers += 1
-            else:
-                cache.stats.replayed_layers += 1
-            staged.copy_(index_q)
-            state.graph.replay()
+            assert entry.staging is not None
+            if self._decode is not None:
+                self._decode.check_storage()
+            self._replay(entry.staging, index_q, state)
+            cache.stats["replayed_layers"] += 1
         state.runs += 1
+
+    def _state(self, layer: int, index_q: Tensor, index_k: Tensor, slot: int) -> tuple[_Key, _Layer]:
+        """The step's key, and what is known of the layer."""
+        checks.integer("layer", layer)
+        checks.integer("slot", slot, 0, SLOT_SETS - 1)
+        if not isinstance(index_q, Tensor) or index_q.dim() == 0 or index_q.shape[0] != self._tokens:
+            must_be = f"a tensor of the {self._tokens} rows of the steps"
+            checks.refuse(
+                "index_q", must_be, list(index_q.shape) if isinstance(index_q, Tensor) else type(index_q)
+            )
+        entry = self._entry
+        if entry is None or entry.evicted:
+            entry = self._entry = self._cache.entry(self._key(index_q, index_k))
+        query = index_q.shape, index_q.stride(), index_q.dtype, index_q.device
+        place = (layer, 0 if self._decode is None else slot, query)
+        keys = identity(index_k)
+        state = entry.layers.get(place)
+        if state is None or state.keys != keys:
+            state = _Layer(keys)
+            self._bind(index_q, index_k, slot)
+            entry.layers[place] = state
+        return entry, state
+
+    @staticmethod
+    def _replay(staged: Tensor, index_q: Tensor, state: _Layer) -> None:
+        staged.copy_(index_q)
+        state.graph.replay()
 
     def _parts(self, index_q: Tensor) -> tuple[Tensor, Tensor]:
         return index_q[: self._decode_tokens], index_q[self._decode_tokens :]
@@ -206,8 +268,8 @@ class MSAIcpGraphStep:
         For one slot set, whichever comes first: what the others launch follows from its number.
         """
         parts = self._bind(index_q, index_k, 0)
-        launches = (one.key() for part in parts for one in part)
-        return self._exchange_key, self._decode_tokens, *launches
+        launches = tuple(tuple(one.key() for one in part) for part in parts)
+        return self._exchange_key, launches
 
 
 # ---------------------------------------------------------------- graphs of the device

@@ -11,7 +11,7 @@ import torch
 from .. import api, checks
 from ..geometry import (
     BLOCK,
-    MAX_COLUMNS,
+    MAX_BLOCKS,
     MAX_QUERY_ROWS,
     MAX_SEGMENTS,
     NUM_HEADS,
@@ -50,7 +50,7 @@ class Limits:
         most = {
             "max_decode_query_len": MAX_QUERY_ROWS // NUM_HEADS,
             "max_num_seqs": MAX_SEGMENTS,
-            "max_model_len": MAX_COLUMNS * BLOCK,
+            "max_model_len": MAX_BLOCKS * BLOCK,  # no block behind it is ever selected
         }
         for name in (
             "max_decode_tokens",

@@ -48,6 +48,7 @@ class MSAIcpIndexerPlan:
         work_ranges, work_info, plan_workspace: storage of the device plans, a row a window in the first two.
     """
 
+    @torch.inference_mode(False)  # an inference tensor could not be written outside that mode
     def __init__(
         self,
         *,
@@ -82,8 +83,9 @@ class MSAIcpIndexerPlan:
             max_model_len=max_model_len,
             num_sparse_layers=num_sparse_layers,
         )
-        where = self.device = _with_index(checks.device("device", device))
-        dispatch.resolve(backend, where)
+        where = self.device = checks.plan_device("device", device)
+        if dispatch.resolve(backend, where) is dispatch.package("torch") and where.type != "cpu":
+            checks.refuse("backend", f"one that publishes and merges on {where}", repr(backend))
         self.backend = backend
         self.spin_limit = checks.integer("spin_limit", spin_limit, 1, 2**31 - 1)
 
@@ -242,11 +244,11 @@ class MSAIcpIndexerPlan:
         For several ranks in one thread, or on one stream: every one of them publishes before the first
             merges.
         """
-        self._decode(*tensors, **arguments, merge=False)
+        self._decode(*tensors, **arguments, without_merge=True)
 
     def decode_merge(self, *tensors: Any, **arguments: Any) -> None:
         """The second half of `decode`, with the same arguments: merge what all ranks published."""
-        self._decode(*tensors, **arguments, publish=False)
+        self._decode(*tensors, **arguments, without_publish=True)
 
     def _decode(self, *tensors: Any, **arguments: Any) -> None:
         if is_dynamo_compiling():
@@ -256,10 +258,10 @@ class MSAIcpIndexerPlan:
 
     def checked(self, comm: Comm) -> CheckedComm:
         """The receive storage, checked: anew where it is not the one of the last call, as it was then."""
-        if self._comm is None or not self._comm.still_describes(comm):
-            self.check_comm(comm)
-        assert self._comm is not None
-        return self._comm
+        checked = self._comm
+        if checked is None or not checked.still_describes(comm):
+            checked = self._comm = CheckedComm(comm, self.limits, self.device)
+        return checked
 
     # ------------------------------------------------------------ prefill
 
@@ -288,6 +290,11 @@ class MSAIcpIndexerPlan:
         Raises:
             ValueError: an argument breaks a rule; nothing has been written.
         """
+        workers = self.limits.plan_storage(self.device)["work_range_numel"]
+        if workers != self.work_ranges.shape[1]:
+            checks.refuse(
+                "torch.get_num_threads()", f"{self.work_ranges.shape[1]}, as at construction", workers
+            )
         place = checks.integer("window", window, 0, self.max_prefill_windows - 1)
         lens = checks.tensor(
             "qo_segment_lens", qo_segment_lens, torch.int32, ("segments",), device=self.device
@@ -373,7 +380,7 @@ class MSAIcpIndexerPlan:
         if is_dynamo_compiling():
             calls(self, *tensors, **arguments)
         else:
-            launch(chains.recorded(calls, self, *tensors, **arguments))
+            launch(chains.recorded(calls, {}, self, *tensors, **arguments))
 
     # ------------------------------------------------------------ prepared steps and graphs
 
@@ -454,10 +461,3 @@ class MSAIcpIndexerPlan:
             max_keys: steps with other arguments than these keep graphs; the least recently used one goes.
         """
         return MSAIcpLayerGraphs(self, capture_after=capture_after, max_keys=max_keys)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The device as tensors name it."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

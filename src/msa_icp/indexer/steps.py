@@ -6,17 +6,18 @@ bind them to their query and K shard, and launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..geometry import TOP_K
+from ..geometry import LEGACY_WORDS, NUM_HEADS, SLOT_SETS, TOP_K
 from ..launches import Launch, launch
 from ..prefill_plan import MSAIcpScorePlan
 from . import chains
+from .comm import CheckedComm
 
 if TYPE_CHECKING:
     from .plan import MSAIcpIndexerPlan
@@ -64,6 +65,8 @@ def _words(described: Any) -> str:
 
 def _compare(prepared: Sequence[Launch], call: Sequence[Launch]) -> None:
     """RuntimeError where a prepared layer would not launch what the call launches."""
+    if len(prepared) != len(call):
+        raise RuntimeError(f"debug: the prepared step has {len(prepared)} launches, the call {len(call)}")
     for place, (ours, theirs) in enumerate(zip(prepared, call, strict=True)):
         if (ours.key(), ours.bound()) != (theirs.key(), theirs.bound()):
             raise RuntimeError(
@@ -84,14 +87,16 @@ class MSAIcpDecodeStep:
         debug: bool,
     ) -> None:
         """`buffers` and `arguments` of `MSAIcpIndexerPlan.decode`, without what differs between layers."""
-        self._indexer = indexer
+        self.indexer = indexer
         shape = ("T", indexer.heads_per_rank, TOP_K)
         checks.tensor("output", buffers[4], torch.int32, shape, device=indexer.device)
+        checks.flag("debug", debug)
         self._buffers = buffers
         self._arguments = arguments
         self._debug = debug
         self._layers = _Layers()
         self._by_slot: dict[int, list[Launch]] = {}
+        self._storage: CheckedComm | None = None  # keeps the memory that launches have addresses of
 
     @property
     def tokens(self) -> int:
@@ -128,12 +133,21 @@ class MSAIcpDecodeStep:
         Raises:
             ValueError: no layer has been published in this slot set.
         """
-        if slot not in self._by_slot:
+        if checks.integer("slot", slot, 0, SLOT_SETS - 1) not in self._by_slot:
             checks.refuse("slot", f"one that was published, of {sorted(self._by_slot)}", slot)
+        self.check_storage()
         launch(self._by_slot[slot][-1:])
+
+    def check_storage(self) -> None:
+        """ValueError where the receive storage is closed, or another than that of the first layer."""
+        if self._storage is not None and not self._storage.is_at(self._arguments["comm"]):
+            was = "closed, or replaced: prepare a new step"
+            checks.refuse("comm", "the receive storage that the step was prepared with", was)
 
     def record(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> list[Launch]:
         """The launches of a layer, bound to it and not launched. The next layer binds the same ones."""
+        checks.integer("slot", slot, 0, SLOT_SETS - 1)
+        self.check_storage()
         self._layers.check(index_q, index_k)
         launches = self._by_slot.get(slot)
         if launches is None:
@@ -144,6 +158,7 @@ class MSAIcpDecodeStep:
                     self._layers.forget()
                 raise
             self._by_slot[slot] = launches
+            self._storage = self.indexer.checked(self._arguments["comm"])
         for one in launches:
             one.bind(index_q, index_k)
         if self._debug:
@@ -151,7 +166,7 @@ class MSAIcpDecodeStep:
         return launches
 
     def _call(self, index_q: Tensor, index_k: Tensor, slot: int) -> list[Launch]:
-        return chains.decode(self._indexer, index_q, index_k, *self._buffers, slot=slot, **self._arguments)
+        return chains.decode(self.indexer, index_q, index_k, *self._buffers, slot=slot, **self._arguments)
 
 
 class MSAIcpPrefillStep:
@@ -171,7 +186,10 @@ class MSAIcpPrefillStep:
         debug: bool,
     ) -> None:
         """See `MSAIcpIndexerPlan.prepare_prefill_step`."""
-        self._indexer = indexer
+        self.indexer = indexer
+        checks.flag("debug", debug)
+        if unknown := set(local_kwargs) - {"pool"}:
+            checks.refuse(min(unknown), "no argument of prepare_prefill_step; there is pool", "given")
         valid = checks.tensor("num_valid_pages", num_valid_pages, torch.int32, ("T",), device=indexer.device)
         self._windows = _checked_windows(windows, valid.shape[0])
         self._scratch = score_scratch
@@ -221,10 +239,12 @@ class MSAIcpPrefillStep:
         self._layers.check(index_q, index_k)
         if self._local is None:
             try:
-                self._local = self._call_local(index_q, index_k)
+                local = self._call_local(index_q, index_k)
+                self.record_merge()  # what is wrong there is found before anything is launched
             except BaseException:
                 self._layers.forget()
                 raise
+            self._local = local
         for one in self._local:
             one.bind(index_q, index_k)
         if self._debug:
@@ -240,12 +260,21 @@ class MSAIcpPrefillStep:
         return self._merge
 
     def _call_local(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
-        checks.tensor("index_q", index_q, checks.FP8, (self.tokens, "H", "D"), device=self._indexer.device)
+        device = self.indexer.device
+        checks.tensor("index_q", index_q, checks.FP8, (self.tokens, "H", "D"), device=device)
+        checks.tensor("send", self._send, torch.int32, (NUM_HEADS, self.tokens, LEGACY_WORDS), device=device)
         launches = []
-        for start, end, block_table, plan in self._windows:
+        for place, (start, end, block_table, plan) in enumerate(self._windows):
+            names = {
+                "query": "index_q",
+                "carrier_view": "send",
+                "window_plan": f"windows[{place}] plan",
+                "block_table": f"windows[{place}] block_table",
+            }
             call = chains.recorded(
                 chains.prefill_local,
-                self._indexer,
+                names,
+                self.indexer,
                 index_q[start:end],
                 index_k,
                 block_table,
@@ -262,17 +291,26 @@ class MSAIcpPrefillStep:
 
     def _call_merge(self) -> list[Launch]:
         return chains.recorded(
-            chains.prefill_merge, self._indexer, self._received, self._num_valid_pages, self._output
+            chains.prefill_merge, {}, self.indexer, self._received, self._num_valid_pages, self._output
         )
 
 
-def _checked_windows(
-    windows: Sequence[tuple[int, int, Tensor, MSAIcpScorePlan]], tokens: int
-) -> list[tuple[int, int, Tensor, MSAIcpScorePlan]]:
-    if not windows:
+def _checked_windows(windows: Any, tokens: int) -> list[tuple[int, int, Tensor, MSAIcpScorePlan]]:
+    if isinstance(windows, (str, Tensor)) or not isinstance(windows, Iterable):
+        checks.refuse("windows", "a sequence of (start, end, block_table, plan)", type(windows))
+    found = list(windows)
+    if not found:
         checks.refuse("windows", "at least one (start, end, block_table, plan)", "empty")
     before = 0
-    for place, (start, end, _, _) in enumerate(windows):
+    for place, window in enumerate(found):
+        if not isinstance(window, tuple) or len(window) != 4:
+            checks.refuse(f"windows[{place}]", "(start, end, block_table, plan)", type(window))
+        start, end, _, _ = window
         checks.integer(f"windows[{place}] start", start, before, tokens - 1)
         before = checks.integer(f"windows[{place}] end", end, start + 1, tokens)
-    return list(windows)
+    for place, (start, end, _, plan) in enumerate(found):
+        if not isinstance(plan, MSAIcpScorePlan) or plan.total_q != end - start:
+            must_be = f"an MSAIcpScorePlan of total_q == end - start == {end - start}"
+            was = f"of {plan.total_q}" if isinstance(plan, MSAIcpScorePlan) else type(plan)
+            checks.refuse(f"windows[{place}] plan", must_be, was)
+    return found
