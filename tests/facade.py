@@ -119,6 +119,7 @@ class Prefill:
     def __init__(self, case: PrefillCase, backend: str, device: str, **changes: Any) -> None:
         world = case.world_size
         self.case = case
+        self._window_plan: Any = None
         self.plans = [
             plan_of(
                 rank,
@@ -160,6 +161,12 @@ class Prefill:
             )
             for plan in self.plans
         ]
+
+    def window_plan(self) -> Any:
+        """Rank 0's plan, made once: an engine's metadata stay where they are, too."""
+        if self._window_plan is None:
+            self._window_plan = self.window_plans()[0]
+        return self._window_plan
 
     def merged(self) -> Tensor:
         """What the ranks merged, int32 `[T, 4, 16]` on the CPU."""

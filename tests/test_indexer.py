@@ -190,6 +190,8 @@ def test_a_missing_peer_ends_within_the_limit_of_the_plan():
         ("output", lambda t: t[1:], "output|num_valid_pages"),
         ("scores", lambda t: t[:3], "scores"),
         ("scores", lambda _: None, "scores"),
+        ("scores", lambda t: t[:, :, :6], "scores"),
+        ("output", lambda t: t.repeat(3, 1, 1), "output|num_valid_pages"),
         ("num_valid_pages", lambda t: t[1:], "num_valid_pages"),
         ("seq_lens", lambda t: t.long(), "seq_lens"),
         ("index_q", lambda t: t.view(torch.uint8), "index_q"),
@@ -268,6 +270,29 @@ def test_the_tagged_rows_lie_behind_the_others():
 def test_a_storage_of_another_capacity_is_refused():
     with pytest.raises(ValueError, match=r"comm\.recv: must be of shape \[3, 2, 2, 12, 33\]"):
         plan_of().check_comm(msa_icp.ReceiveStorage.in_process(2, capacity=13)[0])
+
+
+def test_the_storage_of_another_rank_is_refused():
+    with pytest.raises(ValueError, match=r"^comm\.rank: must be 0, the rank of the indexer, was 1"):
+        plan_of().check_comm(msa_icp.ReceiveStorage.in_process(2, capacity=12)[1])
+
+
+def test_two_storages_of_one_plan_in_two_threads():
+    """Each call gets what is known of its own storage."""
+    plan = plan_of()
+    comms = [msa_icp.ReceiveStorage.in_process(2, capacity=12)[0] for _ in range(2)]
+    mixed = []
+
+    def look(comm):
+        found = [plan.checked(comm).errors for _ in range(3000)]
+        mixed.extend(errors for errors in found if errors is not comm.errors)
+
+    threads = [threading.Thread(target=look, args=(comm,)) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert mixed == []
 
 
 def test_a_comm_is_checked_again_when_a_field_changes(monkeypatch):
@@ -356,6 +381,93 @@ def test_prefill_needs_scratch_or_a_pool():
         ranks.plans[0].prefill_local(*call, None, *rest)
     with pytest.raises(ValueError, match=r"^score_scratch\.shape\[0\]: must be at least 8"):
         ranks.plans[0].prefill_local(*call, ranks.scratch[:4], *rest)
+
+
+def local_call(ranks, **changes):
+    """A valid call of `prefill_local`, by name."""
+    call = {
+        "query": ranks.queries,
+        "index_k": ranks.keys[0],
+        "block_table": ranks.table,
+        "window_plan": ranks.window_plans()[0],
+        "score_scratch": ranks.scratch,
+        "num_valid_pages": ranks.num_valid,
+        "carrier_view": ranks.carriers[0],
+    }
+    return {**call, **changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("query", lambda t: t[1:]),
+        ("query", lambda t: t.view(torch.uint8)),
+        ("index_k", lambda t: t.repeat(1, 2, 1)),  # a shard of pages of another size
+        ("index_k", lambda t: t[:, :-1]),
+        ("block_table", lambda t: t.long()),
+        ("window_plan", lambda _: None),
+        ("score_scratch", lambda t: t[:, :, :1]),
+        ("score_scratch", lambda t: t.double()),
+        ("num_valid_pages", lambda t: t[1:]),
+        ("carrier_view", lambda t: t[:, 1:]),
+        ("carrier_view", lambda t: t.long()),
+    ],
+)
+def test_a_wrong_argument_of_prefill_local_is_named(name, value):
+    ranks = Prefill(window(), "torch", "cpu")
+    before = ranks.scratch.view(torch.int32).clone(), ranks.carriers[0].clone()
+    call = local_call(ranks)
+    with pytest.raises(ValueError, match=rf"^{name}[\.\[: ]"):
+        ranks.plans[0].prefill_local(**{**call, name: value(call[name])})
+    assert torch.equal(ranks.scratch.view(torch.int32), before[0])
+    assert torch.equal(ranks.carriers[0], before[1])
+    with pytest.raises(ValueError, match=r"^pool[\.:]"):
+        ranks.plans[0].prefill_local(**{**call, "pool": ranks.pool[:8]})
+
+
+@pytest.mark.parametrize(
+    ("received", "output", "named"),
+    [
+        (lambda t: t.view(4, 1, *t.shape[2:]), lambda t: t[:, :1], "received"),  # of four ranks
+        (lambda t: t.long(), lambda t: t, "received"),
+        (lambda t: t[..., :32], lambda t: t, "received"),
+        (lambda t: t, lambda t: t[..., :8], "output"),
+        (lambda t: t, lambda t: t[:, :1], "output"),
+    ],
+)
+def test_a_wrong_argument_of_prefill_merge_is_named(received, output, named):
+    ranks = Prefill(window(), "torch", "cpu")
+    rows, blocks = received(ranks.received[0]), output(ranks.outputs[0])
+    with pytest.raises(ValueError, match=rf"^{named}[\.\[:]"):
+        ranks.plans[0].prefill_merge(rows, ranks.num_valid, blocks)
+
+
+@pytest.mark.parametrize(("init", "local"), [(0, 3), (2, 0)])
+def test_prefill_forces_blocks_at_either_end(init, local):
+    """What a merge forces is what the selections have forced."""
+    lens = {"qo_lens": (4,), "kv_lens": (2600,)}
+    ranks = Prefill(prefill_case("", 2, 128, **lens, init_blocks=init, local_blocks=local), "torch", "cpu")
+    plans = ranks.window_plans()
+    for rank, plan in enumerate(ranks.plans):
+        call = local_call(ranks, index_k=ranks.keys[rank], window_plan=plans[rank])
+        plan.prefill_local(**{**call, "carrier_view": ranks.carriers[rank]})
+    msa_icp.exchange_prefill(ranks.carriers, ranks.received)
+    for rank, plan in enumerate(ranks.plans):
+        plan.prefill_merge(ranks.received[rank], ranks.num_valid, ranks.outputs[rank])
+    assert torch.equal(ranks.merged(), ranks.truth())
+
+
+def test_a_window_is_planned_for_the_threads_of_the_construction():
+    ranks = Prefill(window(), "torch", "cpu")
+    torch.set_num_threads(2)
+    with pytest.raises(ValueError, match=r"^torch.get_num_threads\(\): must be 1, as at construction, was 2"):
+        ranks.window_plans()
+
+
+def test_what_is_made_in_inference_mode_works_outside():
+    with torch.inference_mode():
+        plan = plan_of()
+    plan.prefill_window_plan(0, **window().metadata(), total_q=8, max_query_len=8, max_seq_len=700)
 
 
 # ---------------------------------------------------------------- nothing is allocated

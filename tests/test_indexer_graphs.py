@@ -15,7 +15,7 @@ from graph_stand_in import StandIn
 from helpers import interpreted_only_if
 from rank_processes import PLACES, run_ranks
 from test_indexer import batch, window
-from test_indexer_steps import layer_inputs
+from test_indexer_steps import layer_inputs, prefill_step
 
 import msa_icp
 from msa_icp import cases
@@ -209,16 +209,69 @@ def test_the_least_recently_used_key_goes(stand_in):
     scores = [torch.zeros(12, 4, 64) for _ in range(3)]
 
     def run(place):
-        ranks.scores = [scores[place], None]
+        ranks.scores = [scores[place]] * 2
         one_rank(ranks, cache).run(0, ranks.queries, ranks.keys[0])
 
-    for place in (0, 1, 0, 2, 0, 1):  # 2 takes the place of 1, and 1 that of 2
+    for place in (0, 1, 0, 2, 0):  # 2 takes the place of 1
         run(place)
-    assert numbers(cache) == (0, 4, 2, 2)
+    assert numbers(cache) == (0, 3, 2, 1)
     cache.clear()
     assert numbers(cache) == (0, 0, 0, 0)
     run(1)
     assert numbers(cache) == (0, 1, 0, 0)
+
+
+def test_sizes_that_come_once_do_not_push_out_one_that_stays(stand_in):
+    ranks = Decode(batch(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs(max_keys=1)
+    steady = ranks.scores
+    for once in [torch.zeros(12, 4, 64) for _ in range(4)]:
+        ranks.scores = steady
+        one_rank(ranks, cache).run(0, ranks.queries, ranks.keys[0])
+        ranks.scores = [once, once]
+        one_rank(ranks, cache).run(0, ranks.queries, ranks.keys[0])
+    assert numbers(cache) == (5, 1, 2, 0)
+
+
+def test_what_is_remembered_is_bounded(stand_in):
+    """Of keys without graphs, and of a layer whose K shard moves."""
+    ranks = Decode(batch(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs(capture_after=1)
+    for once in [torch.zeros(12, 4, 64) for _ in range(100)]:
+        ranks.scores = [once, once]
+        one_rank(ranks, cache).run(0, ranks.queries, ranks.keys[0])
+    assert len(cache._keys) == 64
+    step, kept = one_rank(ranks, cache), []
+    for _ in range(10):
+        kept.append(ranks.keys[0].clone())
+        for _ in range(2):
+            step.run(0, ranks.queries, kept[-1])
+    (entry,) = [entry for entry in cache._keys.values() if entry.staging is not None]
+    assert len(entry.layers) == 1
+    assert numbers(cache) == (110, 10, 0, 0)
+
+
+def test_batches_of_two_sizes_have_a_query_each(stand_in):
+    small, large = Decode(batch(seq_lens=(300, 40)), "torch", "cpu"), Decode(batch(), "torch", "cpu")
+    small.plans, small.group = large.plans, large.group
+    caches = [Caches(ranks, capture_after=0) for ranks in (small, large)]
+    for mine in caches[0].halves, caches[1].halves:
+        mine[:] = caches[0].halves
+    for turn in range(3):
+        for ranks, own in zip((small, large), caches, strict=True):
+            ranks.queries = cases.exact(ranks.queries.shape, seed=turn)
+            run_layer(own.begin(tagged=True), 0, ranks.queries, ranks.keys, turn % 3)
+            assert torch.equal(ranks.merged(), right(ranks, tagged=True))
+    assert caches[0].numbers() == {(0, 6, 0, 0)}
+
+
+def test_a_closed_storage_is_noticed_before_a_replay(stand_in):
+    ranks = Decode(batch(), "torch", "cpu")
+    step = one_rank(ranks, ranks.plans[0].layer_graphs(capture_after=0))
+    step.run(0, ranks.queries, ranks.keys[0])
+    ranks.group[0].close()
+    with pytest.raises(ValueError, match=r"^comm: must be the receive storage"):
+        step.run(0, ranks.queries, ranks.keys[0])
 
 
 def test_without_graphs_every_layer_is_eager():
@@ -357,6 +410,45 @@ def test_decode_rows_come_first(backend, device, stand_in):
     assert [numbers(cache) for cache in caches] == [(1, 1, 1, 0)] * 2
 
 
+PREFILL_MOVED = {
+    "nothing": ({}, False),
+    "score_scratch": ({"score_scratch": lambda r: r.scratch.clone()}, True),
+    "num_valid_pages": ({"num_valid_pages": lambda r: r.num_valid.clone()}, True),
+    "send": ({"send": lambda r: r.carriers[0].clone()}, True),
+    "received": ({"received": lambda r: r.received[0].clone()}, True),
+    "output": ({"output": lambda r: r.outputs[0].clone()}, True),
+    "table": ({"windows": lambda r: [(0, 8, r.table.clone(), r.window_plan())]}, True),
+    "plan": ({"windows": lambda r: [(0, 8, r.table, longer(r))]}, True),
+    "exchange_key": ({}, True),
+}
+
+
+def longer(ranks):
+    """The same window, planned for longer contexts."""
+    plan, case = ranks.plans[0], ranks.case
+    sizes = {"total_q": 8, "max_query_len": 8, "max_seq_len": case.max_seq_len + 128}
+    return plan.prefill_window_plan(0, **case.metadata(), **sizes)
+
+
+@pytest.mark.parametrize("what", PREFILL_MOVED)
+def test_what_makes_another_key_of_prefill(what, stand_in):
+    ranks = Prefill(window(), "torch", "cpu")
+    cache = ranks.plans[0].layer_graphs()
+    changes, another = PREFILL_MOVED[what]
+
+    def run(slot, **moved):
+        step = prefill_step(ranks, **moved)
+        key = "other" if what == "exchange_key" and slot == 2 else "same"
+        begun = cache.begin_step(prefill=step, exchange=lambda: None, exchange_key=key)
+        begun.run(0, ranks.queries, ranks.keys[0], slot=slot)  # a slot set is the decode step's alone
+
+    run(0)
+    run(1)
+    assert numbers(cache) == (1, 1, 0, 0)
+    run(2, **{name: make(ranks) for name, make in changes.items()})
+    assert numbers(cache) == ((2, 1, 0, 0) if another else (1, 1, 1, 0))
+
+
 def joined(*tensors):
     """Tensors of fp8, one after the other."""
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(cases.FP8)
@@ -391,6 +483,37 @@ def test_parts_that_do_not_fit(arguments, named):
     given = {name: made[name]() if name in made else value for name, value in arguments.items()}
     with pytest.raises(ValueError, match=rf"^{named}: must be"):
         plan.layer_graphs().begin_step(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("decode", 5), ("prefill", 5), ("exchange", 5), ("exchange_key", [])],
+)
+def test_what_is_no_step_is_named(name, value):
+    ranks, windows = Decode(batch(), "torch", "cpu"), Prefill(window(), "torch", "cpu")
+    windows.plans = ranks.plans
+    given = {"prefill": prefill_step(windows), "exchange": lambda: None, name: value}
+    with pytest.raises(ValueError, match=rf"^{name}: must be"):
+        ranks.plans[0].layer_graphs().begin_step(**given)
+
+
+def test_steps_of_another_indexer_are_refused():
+    ours, other = Decode(batch(), "torch", "cpu"), Decode(batch(), "torch", "cpu")
+    with pytest.raises(ValueError, match=r"^decode: must be a prepared step of the indexer"):
+        ours.plans[0].layer_graphs().begin_step(decode=other.steps(tagged=True)[0], decode_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("layer", None), ("layer", []), ("slot", 3), ("slot", "0"), ("index_q", None), ("index_q", "more")],
+)
+def test_a_wrong_argument_of_a_layer_is_named(name, value):
+    ranks = Decode(batch(), "torch", "cpu")
+    step = one_rank(ranks, ranks.plans[0].layer_graphs())
+    call = {"layer": 0, "index_q": ranks.queries, "index_k": ranks.keys[0], "slot": 0}
+    call[name] = joined(ranks.queries, ranks.queries) if value == "more" else value
+    with pytest.raises(ValueError, match=rf"^{name}: must be"):
+        step.run(**call)
 
 
 @pytest.mark.parametrize(("name", "value"), [("capture_after", -1), ("max_keys", 0), ("max_keys", True)])

@@ -161,6 +161,32 @@ def test_debug_finds_a_buffer_that_moved(backend, device):
         step.run(ranks.queries, ranks.keys[0], slot=0)
 
 
+def test_a_closed_storage_is_noticed_before_a_launch():
+    ranks = Decode(batch(), "torch", "cpu")
+    step = ranks.steps(tagged=True)[0]
+    step.publish(ranks.queries, ranks.keys[0], slot=0)
+    ranks.group[0].close()
+    for use in (
+        lambda: step.run(ranks.queries, ranks.keys[0], slot=0),
+        lambda: step.publish(ranks.queries, ranks.keys[0], slot=0),
+        lambda: step.merge(slot=0),
+    ):
+        with pytest.raises(ValueError, match=r"^comm: must be the receive storage that .*, was closed"):
+            use()
+
+
+@pytest.mark.parametrize("slot", [True, 1.0, [0], None, "0"])
+def test_a_slot_is_an_integer_with_and_without_launches_for_it(slot):
+    ranks = Decode(batch(), "torch", "cpu")
+    step = ranks.steps(tagged=True)[0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^slot: must be an integer from 0 to 2"):
+            step.record(ranks.queries, ranks.keys[0], slot=slot)
+        step.record(ranks.queries, ranks.keys[0], slot=1)
+    with pytest.raises(ValueError, match=r"^slot: must be an integer from 0 to 2"):
+        step.merge(slot=slot)
+
+
 @pytest.mark.parametrize("output", [None, torch.zeros(6, 2, 15, dtype=torch.int32), torch.zeros(6, 2, 16)])
 def test_a_wrong_output_is_named_when_the_step_is_prepared(output):
     ranks = Decode(batch(), "torch", "cpu")
@@ -303,17 +329,78 @@ def test_windows_are_ordered_disjoint_and_not_empty(windows, named):
         )
 
 
+def prefill_step(ranks, **changes):
+    """Rank 0's step, of one window."""
+    arguments = {
+        "windows": [(0, 8, ranks.table, ranks.window_plan())],
+        "score_scratch": ranks.scratch,
+        "num_valid_pages": ranks.num_valid,
+        "send": ranks.carriers[0],
+        "received": ranks.received[0],
+        "output": ranks.outputs[0],
+    }
+    return ranks.plans[0].prepare_prefill_step(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("windows", [5, "windows", [None], [(0, 8)], [(0, 8, None, None)]])
+def test_malformed_windows_are_refused(windows):
+    with pytest.raises(ValueError, match=r"^windows(\[0\])?( plan)?: must be"):
+        prefill_step(Prefill(window(), "torch", "cpu"), windows=windows)
+
+
+def test_windows_may_come_from_a_generator():
+    ranks = Prefill(window(), "torch", "cpu")
+    one = (0, 8, ranks.table, ranks.window_plans()[0])
+    step = prefill_step(ranks, windows=(w for w in [one]))
+    assert len(step.record(ranks.queries, ranks.keys[0])) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("send", None, "send"),
+        ("send", torch.zeros(4, 7, 33, dtype=torch.int32), "send"),
+        ("received", torch.zeros(4, 1, 8, 33, dtype=torch.int32), "received"),
+        ("output", torch.zeros(8, 2, 8, dtype=torch.int32), "output"),
+        ("score_scratch", torch.zeros(8, 4, 1), "score_scratch"),
+        ("pool", torch.zeros(8, dtype=torch.uint8), "pool"),
+    ],
+)
+def test_the_first_layer_of_prefill_checks_both_halves_before_it_launches(name, value, named):
+    ranks = Prefill(window(), "torch", "cpu")
+    step, before = prefill_step(ranks, **{name: value}), ranks.carriers[0].clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^{named}[\.\[:]"):
+            step.local(ranks.queries, ranks.keys[0])
+    assert torch.equal(ranks.carriers[0], before)
+
+
+def test_a_first_prefill_layer_that_is_refused_is_no_first_layer():
+    ranks = Prefill(window(), "torch", "cpu")
+    step = prefill_step(ranks)
+    with pytest.raises(ValueError, match=r"^index_k"):
+        step.local(ranks.queries, ranks.keys[0][:, 1:])
+    step.local(ranks.queries, ranks.keys[0])
+
+
+@pytest.mark.parametrize(("name", "value"), [("debug", 3), ("unknown", 1)])
+def test_a_wrong_option_of_a_prefill_step_is_named(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: must be"):
+        prefill_step(Prefill(window(), "torch", "cpu"), **{name: value})
+
+
+def test_prefill_debug_finds_a_buffer_that_was_replaced():
+    ranks = Prefill(window(), "torch", "cpu")
+    step = prefill_step(ranks, debug=True)
+    step.local(ranks.queries, ranks.keys[0])
+    step._scratch = ranks.scratch.clone()
+    with pytest.raises(RuntimeError, match=r"debug: launch 0 of the prepared step is index_score_sharded"):
+        step.local(ranks.queries, ranks.keys[0])
+
+
 def test_prefill_debug_finds_a_plan_that_changed():
     ranks = Prefill(window(), "torch", "cpu")
-    step = ranks.plans[0].prepare_prefill_step(
-        [(0, 8, ranks.table, ranks.window_plans()[0])],
-        ranks.scratch,
-        ranks.num_valid,
-        ranks.carriers[0],
-        ranks.received[0],
-        ranks.outputs[0],
-        debug=True,
-    )
+    step = prefill_step(ranks, debug=True)
     step.local(ranks.queries, ranks.keys[0])
     step.merge()
     with pytest.raises(ValueError, match=r"^index_q: must be like the first layer's"):

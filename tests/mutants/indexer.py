@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         "a publish is launched before the merge is checked",
-        (("launches.py", "if recorder.launches is None:", "if True:"),),
+        (("launches.py", "            if recorder.launches is None:", "            if True:"),),
         (*FACADE_TESTS, "-k", "nothing_is_launched"),
     ),
     Mutant(
@@ -75,39 +75,69 @@ MUTANTS = (
         (*STEP_TESTS, "-k", "refused"),
     ),
     Mutant(
+        "a closed storage is not noticed",
+        ((STEPS, "if self._storage is not None and not", "if False and not"),),
+        (*STEP_TESTS, "-k", "closed_storage"),
+    ),
+    Mutant(
+        "a prefill layer is launched before its merge is checked",
+        ((STEPS, "                self.record_merge()  # what", "                # what"),),
+        (*STEP_TESTS, "-k", "both_halves"),
+    ),
+    Mutant(
+        "a shard of pages of another size is scored",
+        ((CHAINS, '    checks.tensor("index_k", index_k, checks.FP8, shape, device=plan.device)\n', ""),),
+        (*FACADE_TESTS, "-k", "prefill_local_is_named"),
+    ),
+    Mutant(
+        "an error names the argument of the function below",
+        ((CHAINS, "if name is not None and name[0] in names:", "if False:"),),
+        (*FACADE_TESTS, "-k", "named"),
+    ),
+    Mutant(
         "slot sets share a graph",
-        ((GRAPHS, "(layer, slot, query, ", "(layer, query, "),),
+        ((GRAPHS, "0 if self._decode is None else slot", "0"),),
         GRAPH_TESTS,
     ),
     Mutant(
         "K shards share a graph",
-        ((GRAPHS, "query, identity(index_k))", "query)"),),
+        ((GRAPHS, " or state.keys != keys", ""),),
         GRAPH_TESTS,
     ),
     Mutant(
+        "prefill is in no key",
+        ((GRAPHS, "for part in parts)", "for part in parts[:1])"),),
+        (*GRAPH_TESTS[:2], "key_of_prefill"),
+    ),
+    Mutant(
+        "the exchange is in no key",
+        ((GRAPHS, "return self._exchange_key, launches", "return launches"),),
+        (*GRAPH_TESTS[:2], "key_of_prefill"),
+    ),
+    Mutant(
         "a replay has the query of the capture",
-        (
-            (
-                GRAPHS,
-                "            staged.copy_(index_q)\n",
-                "            state.runs or staged.copy_(index_q)\n",
-            ),
-        ),
+        ((GRAPHS, "        staged.copy_(index_q)\n", "        state.runs or staged.copy_(index_q)\n"),),
         GRAPH_TESTS,
     ),
     Mutant(
         "the key used last goes",
-        ((GRAPHS, "popitem(last=False)", "popitem(last=True)"),),
+        ((GRAPHS, "min(captured, key", "max(captured, key"),),
         (*GRAPH_TESTS[:2], "least_recently"),
+    ),
+    Mutant(
+        "batches that come once push out one that stays",
+        (
+            (
+                GRAPHS,
+                "captured = [other for other in self._keys.values() if other.staging is not None]",
+                "captured = list(self._keys.values())",
+            ),
+        ),
+        (*GRAPH_TESTS[:2], "come_once"),
     ),
     Mutant(
         "a query on another device is copied into the graph",
         ((GRAPHS, "index_q.dtype, index_q.device", "index_q.dtype"),),
         (*GRAPH_TESTS[:2], "replay_refuses"),
-    ),
-    Mutant(
-        "every slot set is a key of its own",
-        ((GRAPHS, "cache.layer(self._step_key, ", "cache.layer((self._step_key, slot), "),),
-        (*GRAPH_TESTS[:2], "become_graphs"),
     ),
 )
