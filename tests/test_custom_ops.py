@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,3 +397,20 @@ def test_an_eager_merge_by_communicator(backend, device, tagged):
     msa_icp.merge_received(right.group[0], slot=1, tagged=tagged, **given)
     assert same_bits(left.arguments["output"], right.arguments["output"])
     assert_same(snapshot(left.group), snapshot(right.group))
+
+
+@pytest.mark.parametrize(("tagged", "name"), [(False, "recv"), (True, "tagged_recv")])
+def test_an_object_without_the_fields_is_refused_by_name(tagged, name):
+    valid, output = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, 16, dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"^comm\.{name}: must be a torch.Tensor, was NoneType"):
+        msa_icp.merge_received(object(), valid, output, slot=0, tagged=tagged, init_blocks=0, local_blocks=1)
+
+
+def test_views_of_a_storage_do_not_take_its_place():
+    """What another object announces of the same memory may go; the storage is found all the same."""
+    with msa_icp.ReceiveStorage.in_process(2, capacity=2) as group:
+        views = SimpleNamespace(recv=group[0].recv[:], tagged_recv=group[0].tagged_recv[:])
+        msa_icp.register_comm(views)
+        assert views.recv_address == group[0].recv_address
+        del views
+        assert receive_rows.at(group[0].recv_address) is group[0].recv

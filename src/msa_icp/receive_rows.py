@@ -18,9 +18,14 @@ _announced: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictiona
 
 
 def announce(rows: Tensor) -> int:
-    """Let `rows` be found as long as the tensor lives, or until `withdraw`; returns their address."""
+    """Let `rows` be found as long as the tensor lives, or until `withdraw`; returns their address.
+
+    A view of rows that can be found already changes nothing: the rows may outlive the view.
+    """
     address = rows.data_ptr()
-    _announced[address] = rows
+    known = _announced.get(address)
+    if known is None or (known.shape, known.dtype) != (rows.shape, rows.dtype):
+        _announced[address] = rows
     return address
 
 

@@ -63,11 +63,11 @@ def merge_received(
         return
     checks.flag("tagged", tagged)
     merge_slot_set(
-        comm.tagged_recv if tagged else comm.recv,
+        _field(comm, "tagged_recv" if tagged else "recv"),
         num_valid_pages,
         output,
-        comm.errors,
-        comm.expected_generations if tagged else None,
+        _field(comm, "errors"),
+        _field(comm, "expected_generations") if tagged else None,
         slot=slot,
         init_blocks=init_blocks,
         local_blocks=local_blocks,
@@ -75,6 +75,13 @@ def merge_received(
         enable_pdl=enable_pdl,
         backend=backend,
     )
+
+
+def _field(comm: Any, name: str) -> Tensor:
+    value = getattr(comm, name, None)
+    if not isinstance(value, Tensor):
+        checks.refuse(f"comm.{name}", "a torch.Tensor", type(value).__name__)
+    return value
 
 
 def merge_slot_set(
