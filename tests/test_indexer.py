@@ -284,8 +284,8 @@ def test_two_storages_of_one_plan_in_two_threads():
     mixed = []
 
     def look(comm):
-        found = [plan.checked(comm).errors for _ in range(3000)]
-        mixed.extend(errors for errors in found if errors is not comm.errors)
+        found = [plan.checked(comm) for _ in range(3000)]
+        mixed.extend(checked for checked in found if not checked.still_describes(comm))
 
     threads = [threading.Thread(target=look, args=(comm,)) for comm in comms]
     for thread in threads:

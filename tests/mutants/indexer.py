@@ -17,8 +17,8 @@ MUTANTS = (
         (
             (
                 CHAINS,
-                "spin_limit=plan.spin_limit,\n                enable_pdl",
-                "spin_limit=1 << 18,\n                enable_pdl",
+                "spin_limit=plan.spin_limit,\n            enable_pdl",
+                "spin_limit=1 << 18,\n            enable_pdl",
             ),
         ),
         (*FACADE_TESTS, "-k", "missing_peer"),

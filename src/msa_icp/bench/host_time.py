@@ -17,7 +17,6 @@ import torch
 import msa_icp
 from msa_icp import ReceiveStorage, dispatch, num_valid_pages
 from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, decode_pool_bytes
-from msa_icp.indexer import chains
 
 from .measure import time_host
 
@@ -214,7 +213,7 @@ class Layer:
 
     def record_call(self) -> None:
         """All of a call but its launches."""
-        chains.decode(self._plan, *self._layer, *self._buffers, slot=0, **self._arguments)
+        self._plan.record_decode(*self._layer, *self._buffers, slot=0, **self._arguments)
 
     def record_step(self) -> None:
         """All of a prepared step's layer but its launches."""

@@ -1,7 +1,7 @@
-"""The chains of a layer as launches: what the plan's methods launch, and the prepared steps keep.
+"""The calls of a layer: what the plan's methods launch, and the prepared steps keep.
 
-Each function makes the calls of one half of a layer while they are recorded (`launches.py`). So all of
-them are checked before the first one is launched.
+Outside `torch.compile` they are recorded first (`launches.py`), so all of them are checked before the first
+one is launched. In a function that is traced each is an op of its graph, which is checked when it runs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from .. import api, checks
 from ..geometry import BLOCK, HEAD_DIM, LEGACY_WORDS, SLOT_SETS
 from ..launches import Launch, recording
 from ..prefill_plan import MSAIcpScorePlan
-from .comm import Comm, RowForm
+from .comm import Comm
 
 if TYPE_CHECKING:
     from .plan import MSAIcpIndexerPlan
 
 
-DECODE_NAMES = {"score_out": "scores", "recv_slot.shape[2]": "max_decode_tokens"}
-"""What a caller of the facade calls an argument of the functions."""
+DECODE_NAMES = {
+    "score_out": "scores",
+    "recv_slot.shape[2]": "max_decode_tokens",
+}
+"""What a caller of `decode` calls an argument of the functions."""
 PREFILL_NAMES = {
     "q": "query",
     "k": "index_k",
@@ -35,6 +38,7 @@ PREFILL_NAMES = {
     "carrier": "carrier_view",
     "recv_slot": "received",
 }
+"""Of the methods for prefill."""
 
 
 @contextmanager
@@ -55,9 +59,8 @@ def named(names: dict[str, str]) -> Iterator[None]:
 def recorded(
     calls: Callable[..., None], names: dict[str, str], *arguments: Any, **numbers: Any
 ) -> list[Launch]:
-    """What the calls of a half of prefill would launch; `names` are those of the caller's caller."""
-    known = {ours: names.get(theirs, theirs) for ours, theirs in PREFILL_NAMES.items()} | names
-    with recording() as launches, named(known):
+    """What the calls would launch; `names`: what their caller calls the arguments of the functions."""
+    with recording() as launches, named(names):
         calls(*arguments, **numbers)
     return launches
 
@@ -80,74 +83,19 @@ def decode(
     pool: Tensor | None = None,
     without_publish: bool = False,
     without_merge: bool = False,
-) -> list[Launch]:
-    """Of `MSAIcpIndexerPlan.decode`, or of a half of it."""
-    slot = _checked_slot(plan, slot, tagged, decode_query_len)
-    checked = plan.checked(comm)
-    rows = checked.forms[tagged]
-    with recording() as launches, named(DECODE_NAMES):
-        if not without_publish:
-            _publish(
-                plan,
-                (index_q, index_k, block_table, seq_lens),
-                num_valid_pages,
-                scores,
-                _pool_for(plan, pool, block_table),
-                rows,
-                checked.errors,
-                slot=slot,
-                decode_query_len=decode_query_len,
-                enable_pdl=enable_pdl,
-            )
-        if not without_merge:
-            api.msa_icp_merge_candidates(
-                rows.received[slot],
-                num_valid_pages,
-                output,
-                checked.errors,
-                init_blocks=plan.init_blocks,
-                local_blocks=plan.local_blocks,
-                spin_limit=plan.spin_limit,
-                enable_pdl=enable_pdl,
-                expected_generations=rows.expected[slot],
-                backend=plan.backend,
-            )
-    return launches
-
-
-def traced_decode(
-    plan: MSAIcpIndexerPlan,
-    index_q: Tensor,
-    index_k: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    num_valid_pages: Tensor,
-    scores: Tensor | None,
-    output: Tensor,
-    *,
-    comm: Comm,
-    slot: int,
-    tagged: bool,
-    decode_query_len: int,
-    enable_pdl: bool = True,
-    pool: Tensor | None = None,
-    without_publish: bool = False,
-    without_merge: bool = False,
 ) -> None:
-    """The same in a function that `torch.compile` traces: the calls are ops of its graph, checked when it
-    runs."""
+    """The calls of `MSAIcpIndexerPlan.decode`, or of a half of it."""
     slot = _checked_slot(plan, slot, tagged, decode_query_len)
     if not without_publish:
-        bases = comm.tagged_recv_bases if tagged else comm.recv_bases
         _publish(
             plan,
             (index_q, index_k, block_table, seq_lens),
             num_valid_pages,
             scores,
             _pool_for(plan, pool, block_table),
-            RowForm(bases, comm.publish_generations if tagged else None, (), ()),
-            comm.errors,
+            comm,
             slot=slot,
+            tagged=tagged,
             decode_query_len=decode_query_len,
             enable_pdl=enable_pdl,
         )
@@ -190,10 +138,10 @@ def _publish(
     num_valid_pages: Tensor,
     scores: Tensor | None,
     pool: Tensor | None,
-    rows: RowForm,
-    errors: Tensor,
+    comm: Comm,
     *,
     slot: int,
+    tagged: bool,
     decode_query_len: int,
     enable_pdl: bool,
 ) -> None:
@@ -204,10 +152,11 @@ def _publish(
         "force_begin_blocks": plan.init_blocks,
         "force_end_blocks": plan.local_blocks,
         "spin_limit": plan.spin_limit,
-        "generations": rows.generations,
+        "generations": comm.publish_generations if tagged else None,
         "enable_pdl": enable_pdl,
         "backend": plan.backend,
     }
+    bases = comm.tagged_recv_bases if tagged else comm.recv_bases
     index_q, index_k, block_table, seq_lens = inputs
     if pool is not None:
         api.msa_icp_decode_score_publish(
@@ -217,8 +166,8 @@ def _publish(
             seq_lens,
             num_valid_pages,
             pool,
-            rows.bases,
-            errors,
+            bases,
+            comm.errors,
             decode_query_len=decode_query_len,
             **shard,
             **target,
@@ -240,8 +189,8 @@ def _publish(
     api.msa_icp_topk_select_publish(
         own,
         num_valid_pages,
-        rows.bases,
-        errors,
+        bases,
+        comm.errors,
         rank=plan.rank,
         world_size=plan.world_size,
         heads_per_rank=plan.heads_per_rank,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..geometry import SLOT_SETS
 from ..launches import identity
 from .limits import Limits
 
@@ -29,34 +27,13 @@ class Comm(Protocol):
 FIELDS = tuple(Comm.__annotations__)
 
 
-@dataclass(frozen=True)
-class RowForm:
-    """What publish and merge take for one of the two row forms."""
-
-    bases: Tensor
-    """Addresses of every rank's rows."""
-    generations: Tensor | None
-    received: tuple[Tensor, ...]
-    """This rank's rows, by slot set."""
-    expected: tuple[Tensor | None, ...]
-    """This rank's counters, by slot set."""
-
-
 class CheckedComm:
-    """A `comm` that holds the rules, with what the calls take of it."""
+    """A `comm` that holds the rules, as it was then. It keeps the memory that launches have addresses of."""
 
     def __init__(self, comm: Any, limits: Limits, device: torch.device) -> None:
         """Checks it; ValueError names the field."""
         self._fields = _fields(comm, limits, device)
         self._identity = tuple(map(identity, self._fields))
-        recv, tagged_recv, bases, tagged_bases, generations, expected, errors = self._fields
-        nothing: tuple[Tensor | None, ...] = (None,) * SLOT_SETS
-        self.errors = errors
-        self.forms = (
-            RowForm(bases, None, recv.unbind(), nothing),
-            RowForm(tagged_bases, generations, tagged_recv.unbind(), expected.unbind()),
-        )
-        """By `tagged`."""
 
     def still_describes(self, comm: Any) -> bool:
         """Whether every field of `comm` is the tensor that was checked, where and as it was."""

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import api, checks, dispatch
 from ..geometry import LEGACY_WORDS, NUM_HEADS
-from ..launches import launch
+from ..launches import Launch, launch
 from ..prefill_plan import MSAIcpScorePlan
 from . import chains, rules
 from .comm import CheckedComm, Comm
@@ -252,9 +252,14 @@ class MSAIcpIndexerPlan:
 
     def _decode(self, *tensors: Any, **arguments: Any) -> None:
         if is_dynamo_compiling():
-            chains.traced_decode(self, *tensors, **arguments)
+            chains.decode(self, *tensors, **arguments)
         else:
-            launch(chains.decode(self, *tensors, **arguments))
+            launch(self.record_decode(*tensors, **arguments))
+
+    def record_decode(self, *tensors: Any, comm: Comm, **arguments: Any) -> list[Launch]:
+        """What `decode`, or a half of it, launches: checked, and not launched yet."""
+        self.checked(comm)
+        return chains.recorded(chains.decode, chains.DECODE_NAMES, self, *tensors, comm=comm, **arguments)
 
     def checked(self, comm: Comm) -> CheckedComm:
         """The receive storage, checked: anew where it is not the one of the last call, as it was then."""
@@ -380,7 +385,7 @@ class MSAIcpIndexerPlan:
         if is_dynamo_compiling():
             calls(self, *tensors, **arguments)
         else:
-            launch(chains.recorded(calls, {}, self, *tensors, **arguments))
+            launch(chains.recorded(calls, chains.PREFILL_NAMES, self, *tensors, **arguments))
 
     # ------------------------------------------------------------ prepared steps and graphs
 

@@ -166,7 +166,7 @@ class MSAIcpDecodeStep:
         return launches
 
     def _call(self, index_q: Tensor, index_k: Tensor, slot: int) -> list[Launch]:
-        return chains.decode(self.indexer, index_q, index_k, *self._buffers, slot=slot, **self._arguments)
+        return self.indexer.record_decode(index_q, index_k, *self._buffers, slot=slot, **self._arguments)
 
 
 class MSAIcpPrefillStep:
@@ -266,9 +266,10 @@ class MSAIcpPrefillStep:
         launches = []
         for place, (start, end, block_table, plan) in enumerate(self._windows):
             names = {
-                "query": "index_q",
-                "carrier_view": "send",
-                "window_plan": f"windows[{place}] plan",
+                **chains.PREFILL_NAMES,
+                "q": "index_q",
+                "carrier": "send",
+                "plan": f"windows[{place}] plan",
                 "block_table": f"windows[{place}] block_table",
             }
             call = chains.recorded(
@@ -291,7 +292,12 @@ class MSAIcpPrefillStep:
 
     def _call_merge(self) -> list[Launch]:
         return chains.recorded(
-            chains.prefill_merge, {}, self.indexer, self._received, self._num_valid_pages, self._output
+            chains.prefill_merge,
+            chains.PREFILL_NAMES,
+            self.indexer,
+            self._received,
+            self._num_valid_pages,
+            self._output,
         )
 
 

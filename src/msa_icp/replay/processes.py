@@ -12,9 +12,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
-import os
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -29,6 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import msa_icp
 
+from ..child_processes import end_with_parent, how_it_ended
 from .engine import Counts
 from .errors import RankFailure
 from .interrupt import Interrupt, ignored
@@ -70,7 +68,7 @@ class PeerGone(RuntimeError):
 
 
 def _rank_main(plan: Plan, rank: int, port: int, threads: int, parent: Connection) -> None:
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(threads)
     try:
         parent.send(_run_rank(plan, rank, port, parent))
@@ -78,17 +76,6 @@ def _rank_main(plan: Plan, rank: int, port: int, threads: int, parent: Connectio
         blame = LEFT_ALONE if isinstance(error, msa_icp.IcpTimeoutError | PeerGone) else RAISED
         trace = traceback.format_exc() if blame == RAISED else ""
         parent.send(_Failed(f"{type(error).__name__}: {error}", trace, blame))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run_rank(plan: Plan, rank: int, port: int, parent: Connection) -> _Done:
@@ -161,17 +148,11 @@ class _Worker:
             self.process.join(timeout=5)
             alive = self.process.is_alive()
         if not alive and not self.ended:
-            self.failed = _Failed(_how_it_ended(self.process.exitcode), "", DIED)
+            self.failed = _Failed(how_it_ended(self.process.exitcode), "", DIED)
 
     def ask_to_stop(self) -> None:
         with contextlib.suppress(BrokenPipeError):  # it is gone, and `listen` will say how
             self.connection.send(None)
-
-
-def _how_it_ended(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
 
 
 def run_processes(

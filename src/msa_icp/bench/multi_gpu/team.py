@@ -15,7 +15,6 @@ import multiprocessing.connection
 import os
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -30,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from msa_icp import dispatch, symmetric_memory
+from msa_icp.child_processes import end_with_parent, how_it_ended
 
 GROUP_TIMEOUT = timedelta(seconds=180)
 """How long ranks wait for each other in a collective: for the first compilation of a kernel, too."""
@@ -146,7 +146,7 @@ def join(rank: Rank, store: str) -> None:
 def _rank_main(number: int, setting: Setting, parent: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
     os.environ.update(NO_MULTICAST)
-    _end_with_parent()
+    end_with_parent()
     torch.set_num_threads(1)
     rank: Rank | None = None
     while (task := parent.recv()) is not None:
@@ -157,17 +157,6 @@ def _rank_main(number: int, setting: Setting, parent: Connection) -> None:
         except Exception as error:
             parent.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
     os._exit(0)  # not through the teardown of a group that has lost a rank
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # ---------------------------------------------------------------- the parent
@@ -217,7 +206,7 @@ class _Member:
             self.process.join(timeout=5)
             alive = self.process.is_alive()
         if not alive and self.outcome is None:
-            self.outcome = "died", _how_it_ended(self.process.exitcode)
+            self.outcome = "died", how_it_ended(self.process.exitcode)
             heard = True
         return heard
 
@@ -226,12 +215,6 @@ class _Member:
             self.process.kill()
         self.process.join()
         self.connection.close()
-
-
-def _how_it_ended(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
 
 
 class Team:
