@@ -1,8 +1,8 @@
 """Try schedules of the CUDA decode scorer and print plain read / ours of each, the best first.
 
 python benchmarks/tune_decode_score.py [--layout P128W4 ...] [--query-len 1 4 8] [--size "64 x 8K" ...]
-    [--form one two packed rule] [--one 4 6 8 10] [--two 3 4 5 6] [--packed 2 3 4 5 6] [--stages 2] [--waves 1
-    2] [--rule 8192:16384 ...] [--quick] [--name h200]
+    [--form short short-together looping looping-together] [--resident 6 8] [--chains 1 2] [--gaps 0 2 4]
+    [--rounds 2 4 8] [--quick] [--name h200]
 
 A line is printed as soon as it is there; for each layout and query length a table follows, ordered by the
 geometric mean, and the best candidate of each size. The default grid takes about two minutes and a half of an
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +26,8 @@ from msa_icp.bench.decode_score import LAYOUTS, SIZES
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = [size.name for size in SIZES]
+RESIDENTS = {"short": (5, 7, 8), "short-together": (6, 7), "looping": (4, 5, 6), "looping-together": (5, 6)}
+FORMS = tuple(RESIDENTS)
 
 
 def main() -> None:
@@ -58,45 +58,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layout", nargs="+", choices=tuple(LAYOUTS), default=["P128W4", "P256W2"])
     parser.add_argument("--query-len", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--size", nargs="+", choices=NAMES, default=NAMES[1:])
-    forms = ("one", "two", "together", "packed", "rule")
-    parser.add_argument("--form", nargs="+", choices=forms, default=forms)
-    parser.add_argument("--one", nargs="+", type=int, default=[4, 6, 8, 10], help="RESIDENT of one piece")
-    parser.add_argument("--two", nargs="+", type=int, default=[3, 4, 5, 6], help="RESIDENT of two pieces")
-    parser.add_argument(
-        "--together",
-        nargs="+",
-        type=int,
-        default=[4, 5, 6, 7],
-        help="RESIDENT of warps that multiply together",
-    )
-    parser.add_argument("--packed", nargs="+", type=int, default=[2, 3, 4, 5, 6], help="RESIDENT of packed")
-    parser.add_argument("--stages", nargs="+", type=int, default=[2], help="pieces in flight of packed")
-    parser.add_argument("--waves", nargs="+", type=int, default=[1, 2], help="of packed CTAs")
-    parser.add_argument("--rule", nargs="*", type=rule, default=[], help="TWO:PACKED, tiles of 128 key rows")
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--resident", nargs="+", type=int, help="CTAs a multiprocessor; default: some a form")
+    parser.add_argument("--chains", nargs="+", type=int, default=[1, 2], help="of warps that multiply alone")
+    parser.add_argument("--gaps", nargs="+", type=int, default=[0, 2, 4], help="a multiprocessor")
+    parser.add_argument("--rounds", nargs="+", type=int, default=[2, 4, 8], help="of a looping CTA")
     parser.add_argument("--quick", action="store_true", help="P128W4, query length 1 and three sizes")
     parser.add_argument("--minutes", type=float, default=1e9, help="end after so long with what is there")
     args = parser.parse_args()
     if args.quick:
         args.layout, args.query_len, args.size = ["P128W4"], [1], ["16 x 8K", "64 x 8K", "ragged / 4"]
+        args.form = args.form if args.form != FORMS else ("short", "looping")
     return args
-
-
-def rule(text: str) -> tuple[int, int]:
-    """`TWO:PACKED` -> both thresholds."""
-    two, stay = text.split(":")
-    return int(two), int(stay)
 
 
 def candidates(args: argparse.Namespace) -> list[tune.Candidate]:
     """The grid that was asked for."""
-    made: dict[str, Iterator[tune.Candidate]] = {
-        "one": tune.one_piece(args.one),
-        "two": tune.two_pieces(args.two),
-        "together": chain(tune.together(args.together, 1), tune.together(args.together, 2)),
-        "packed": tune.packed(args.packed, args.stages, args.waves),
-        "rule": tune.rules(args.rule),
-    }
-    return list(chain.from_iterable(made[form] for form in args.form))
+    made: list[tune.Candidate] = []
+    for form in args.form:
+        residents = args.resident or RESIDENTS[form]
+        together = form.endswith("together")
+        chains = [1] if together else args.chains
+        if form.startswith("short"):
+            made += tune.short(residents, chains, args.gaps, together)
+        else:
+            made += tune.looping(residents, chains, args.gaps, args.rounds, together)
+    return made
 
 
 def line(row: tune.Row | tune.LeftOut) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import re
@@ -45,9 +44,8 @@ def test_every_kernel_compiles_and_none_spills():
 @needs_nvrtc
 def test_a_spill_is_an_error(monkeypatch):
     scorer = importlib.import_module("msa_icp.cuda_backend.decode_index_score_sharded")
-    crowded = dataclasses.replace(scorer.SCHEDULE, packed_resident=((1, 6), (2, 5), (4, 8)))
-    monkeypatch.setattr(scorer, "SCHEDULE", crowded)
-    monkeypatch.setattr(cuda_backend, "kernels", lambda: [scorer.packed_kernel.__wrapped__((128, 4), 4)])
+    crowded = scorer.kernel_for((128, 4), 4, scorer.Form(2, 8, 2, False, 0))
+    monkeypatch.setattr(cuda_backend, "kernels", lambda: [crowded])
     code, text = doctor_says(loader.ARCHITECTURE)
     assert code == 1
     assert re.search(r"RESIDENT=8\D+\d+\D+\d+\D+[1-9]", text), text

@@ -6,8 +6,8 @@ seen yet.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
+import itertools
 
 import cuda_emulation
 import pytest
@@ -16,9 +16,10 @@ from helpers import HEADS, score
 
 import msa_icp
 from msa_icp import cases, verify
+from msa_icp.bench import tune_decode_score as tune
 from msa_icp.cases import LAYOUTS, bits, poisoned
+from msa_icp.cuda_backend.decode_index_score_sharded import Form
 from msa_icp.cuda_backend.loader import Variant
-from msa_icp.geometry import ShardLayout
 
 EMULATED = cuda_emulation.REQUESTED
 DEVICES = [d for d in ("cpu", "cuda") if msa_icp.backends(d)["cuda"] is None]
@@ -28,19 +29,19 @@ scorer = importlib.import_module("msa_icp.cuda_backend.decode_index_score_sharde
 
 on_devices = pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"cuda-{device}")
 layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
-LAYOUT = ShardLayout(world_size=4, rank=0, page_size=128)
 FORMS = {
-    "one piece": {"two_pieces_from": 2**31, "packed_from": 2**31, "together": ()},
-    "two pieces": {"two_pieces_from": 0, "packed_from": 2**31, "together": ()},
-    "together": {"two_pieces_from": 2**31, "packed_from": 2**31, "together": (1, 2, 4)},
-    "together, two pieces": {"two_pieces_from": 0, "packed_from": 2**31, "together": (1, 2, 4)},
-    "packed": {"packed_from": 0},
+    "one round": (Form(1, 4, 2, False, 0), 1),
+    "one round, with gaps": (Form(1, 4, 1, False, 3), 1),
+    "loops": (Form(2, 4, 2, False, 0), 32),
+    "loops, with gaps": (Form(2, 3, 1, False, 3), 3),
+    "together": (Form(1, 4, 1, True, 1), 1),
+    "together, loops": (Form(2, 4, 1, True, 0), 4),
 }
+"""A form, and the rounds of a CTA."""
 
 
 def choose(monkeypatch, form):
-    monkeypatch.setattr(scorer, "SCHEDULE", dataclasses.replace(scorer.SCHEDULE, **FORMS[form]))
-    scorer.short_kernel.cache_clear()  # kernels know nothing of a schedule that has changed
+    monkeypatch.setattr(scorer, "SCHEDULE", tune.everywhere(*FORMS[form]))
 
 
 @on_devices
@@ -67,40 +68,47 @@ def test_every_form_gives_the_same_bits(monkeypatch, device, world_size, page_si
 
 
 @on_devices
-@pytest.mark.parametrize(("world_size", "page_size"), [(4, 128), (2, 256)])
-def test_a_share_longer_than_a_look_at_the_table(monkeypatch, device, world_size, page_size):
-    """Over 32 columns a warp, of several requests: it looks at the table again while copies are in flight."""
-    choose(monkeypatch, "packed")
-    few = dataclasses.replace(scorer.SCHEDULE, packed_resident=((1, 1), (2, 1), (4, 1)))
-    monkeypatch.setattr(scorer, "SCHEDULE", few)
-    monkeypatch.setattr(cuda_emulation.Kernel, "multiprocessors", staticmethod(lambda device: 1))
-    scorer.packed_kernel.cache_clear()
-    lens = (page_size * 90 + 7, page_size * 3, 0, page_size * 75)
-    case = cases.decode_case("", world_size, page_size, seq_lens=lens, decode_query_len=2)
-    out = score(case, 1, "cuda", device, enable_pdl=True)
-    scorer.packed_kernel.cache_clear()
-    wrong = verify.score_differences(case, 1, out, bitwise=True)
+@layouts
+@pytest.mark.parametrize("rounds", [2, 31, 32])
+def test_a_cta_of_many_rounds(monkeypatch, device, world_size, page_size, rounds):
+    """Requests that end in every one of its rounds, behind the last and before the first."""
+    round_columns = 128 * world_size // page_size
+    monkeypatch.setattr(scorer, "SCHEDULE", tune.everywhere(Form(2, 4, 2, False, 1), rounds))
+    lens = tuple(page_size * round_columns * rounds * part // 5 + 3 for part in range(1, 11))
+    case = cases.decode_case("", world_size, page_size, seq_lens=(0, *lens), decode_query_len=2)
+    wrong = verify.score_differences(case, 1, score(case, 1, "cuda", device, enable_pdl=True), bitwise=True)
     assert not wrong.any(), wrong.nonzero()[:5]
 
 
-@on_devices
-@pytest.mark.parametrize("requests", [127, 128, 129, 1024])
-def test_a_packed_list_of_many_requests(monkeypatch, device, requests):
-    """More requests than threads, and as many as the list takes; most of them empty or one page long."""
-    lens = [(0, 1, 5, 130, 0, -3)[i % 6] for i in range(requests)]
-    case = cases.decode_case("", 4, 128, seq_lens=lens)
-    choose(monkeypatch, "packed")
-    kernel, _ = scorer._launch(requests, 4, LAYOUT, 1, torch.device(device))
-    assert kernel.variant.source == "decode_index_score_packed"
-    wrong = verify.score_differences(case, 0, score(case, 0, "cuda", device), bitwise=True)
-    assert not wrong.any(), wrong.nonzero()[:5]
+def test_a_plan_covers_every_round_and_no_more():
+    device = torch.device("cpu")
+    for requests, columns, query_len in itertools.product((1, 3, 64, 1025), (4, 252, 8192), (1, 4, 8)):
+        for (world_size, page_size), dependent in itertools.product(LAYOUTS, (False, True)):
+            work = scorer.plan(
+                scorer.SCHEDULE, requests, columns, (page_size, world_size), query_len, dependent, device
+            )
+            rounds = -(-columns * (page_size // world_size) // 128)
+            stages = dict(work.kernel.variant.constants)["STAGES"]
+            assert work.ctas == work.stride * requests + work.gaps
+            assert (work.stride - 1) * work.rounds < rounds <= work.stride * work.rounds
+            assert 1 <= work.rounds <= (32 if stages > 1 else 1)
+            assert work.gaps <= work.stride * requests
+            assert dependent or work.gaps == 0
 
 
-@on_devices
-def test_more_requests_than_the_list_takes(monkeypatch, device):
-    choose(monkeypatch, "packed")
-    kernel, _ = scorer._launch(1025, 8192, LAYOUT, 1, torch.device(device))
-    assert kernel.variant.source == "decode_index_score_sharded"
+@pytest.mark.parametrize("stride", [1, 2, 3, 7, 640, 1023, 2048])
+def test_requests_are_found_without_a_division(stride):
+    words = scorer.Plan(None, 0, stride, 1, 0).words
+    reciprocal = words[1] % 2**64
+    if stride > 1:
+        for index in (0, 1, stride - 1, stride, 12345 * stride - 1, 12345 * stride, 2**31 - 1):
+            assert index * reciprocal >> 64 == index // stride
+    assert words == (stride, words[1], 1, 0)
+
+
+def test_more_ctas_than_a_launch_takes():
+    with pytest.raises(ValueError, match=r"^score_out: 2147483647 requests of 8192 columns"):
+        scorer.plan(scorer.SCHEDULE, 2**31 - 1, 8192, (128, 4), 1, True, torch.device("cpu"))
 
 
 def late_batch(world_size, page_size, query_len):
@@ -147,33 +155,39 @@ def test_what_the_predecessor_writes_late_is_not_touched_early(
 
 FAULTS = {
     "the queries are read before the wait": (
-        "one piece",
-        "  // Earlier, the next launch's CTAs would take the places of this one's late ones.\n",
-        "  Scorer early;\n  early.take(with, request, lane);\n",
-        ("  Scorer scorer;\n  scorer.take(with, request, lane);\n", "  Scorer& scorer = early;\n"),
+        "one round",
+        "  make_ready(source);\n",
+        "  make_ready(source);\n  scorer.take();\n",
+        ("  meet_warp();\n  scorer.take();\n", "  meet_warp();\n"),
     ),
     "the newest page is copied before the wait": (
-        "one piece",
-        "if (has_keys && history) start_copy();",
-        "if (has_keys) start_copy();",
-        ("if (has_keys && !history) start_copy();", ""),
+        "one round",
+        "    if (history) {\n      copy_to_shared",
+        "    if (true) {\n      copy_to_shared",
+        ("if (lane < kStages && has_keys && !history) {", "if (false) {"),
     ),
-    "the newest page is copied early into a ring": (
-        "packed",
-        "if (from_lane(ahead.history, piece / kPagePieces)) {",
-        "if (from_lane(ahead.history, piece / kPagePieces) || true) {",
+    "a gap ends without waiting": (
+        "one round, with gaps",
+        "if (index % 2 == 1) {\n      wait_for_predecessor();",
+        "if (index % 2 == 1) {",
     ),
+    "a gap takes the place of a round": ("one round, with gaps", "    index /= 2;\n", ""),
     "an empty CTA ends without waiting": (
-        "one piece",
+        "one round",
         "if (first_column >= written) {\n    wait_for_predecessor();",
         "if (first_column >= written) {",
     ),
     "keys are read before they have arrived": (
-        "one piece",
-        "if (here) wait_for(&arrived[warp][piece], 0);",
+        "one round",
+        "      wait_for(&arrived[warp][stage], parity >> stage & 1);\n",
         "",
     ),
-    "a stage's second copy is not waited for": ("packed", "parity ^= 1u << stage;", ""),
+    "a stage's second copy is not waited for": ("loops", "parity ^= 1u << stage;", ""),
+    "a copy is announced and never started": (
+        "one round",
+        "if (lane < kStages && has_keys && !history) {",
+        "if (false) {",
+    ),
 }  # fmt: skip
 """What goes wrong, in which form, a text of the source, what takes its place, and more such pairs."""
 

@@ -299,6 +299,7 @@ def test_any_order_that_the_graph_allows_is_right(backend, device, tagged):
     assert_ranks_equal(eager, other)
 
 
+@pytest.mark.exchange
 @pytest.mark.prefill
 @pytest.mark.large
 def test_prefill_chain(backend, device):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 
 import pytest
 import torch
 from calls import CALLS, unserved
-from helpers import assert_same, snapshot
+from helpers import PARTS, assert_same, snapshot
 
 import msa_icp
 from msa_icp import verify
@@ -68,7 +69,10 @@ def test_defaults_change_no_bit(backend, device, name, default):
     assert before.keys() == after.keys()
     for key, value in before.items():
         assert torch.equal(value, after[key]), key
-    assert_same(snapshot(usual.group), snapshot(unusual.group))
+    groups = snapshot(usual.group), snapshot(unusual.group)
+    for parts in itertools.chain(*groups):
+        parts[PARTS.index("errors")] = parts[PARTS.index("errors")][:3]  # as above
+    assert_same(*groups)
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

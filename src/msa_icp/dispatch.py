@@ -10,7 +10,7 @@ import torch
 
 from . import checks
 
-NAMES = ("triton", "cuda", "torch")
+NAMES = ("cuda", "triton", "torch")
 """Backend names; `msa_icp.<name>_backend` is the package of each. The better of a GPU comes first."""
 
 AUTOMATIC = ("cake", "auto")

@@ -66,12 +66,12 @@ MUTANTS = (
         emulated=True,
     ),
     Mutant(
-        "a warp of the packed list drops its last column",
+        "a CTA of several rounds leaves out its last",
         (
             (
-                "cuda_backend/decode_index_score_packed.cu",
-                "total * (own + 1) / warps) - begin) * kPagePieces",
-                "total * (own + 1) / warps) - begin - (own % 2)) * kPagePieces",
+                "cuda_backend/decode_index_score_sharded.cu",
+                "lanes_where(mine && own_round < written)",
+                "lanes_where(mine && own_round + step < written)",
             ),
         ),
         KERNEL_SCORE_TESTS,

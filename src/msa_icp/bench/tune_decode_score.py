@@ -1,10 +1,10 @@
 """Schedules of the CUDA decode scorer, each timed over the sizes of its benchmark.
 
-A candidate is a `Schedule` with a name: one form of the kernel for every size, with other values of its
-constants, or a rule (the thresholds between the forms). Before anything is timed, every kernel that a
-candidate needs is compiled, in several processes, and its registers and spills are read; one that spills, or
-does not compile, is left out. A candidate whose scores are not those of the present schedule is an
-error; where only the rounding differs (another matrix instruction may round otherwise) its row says so.
+A candidate is a `Schedule` with a name: one form of the kernel for every size. Before anything is timed,
+every kernel that a candidate needs is compiled, in several processes, and its registers and spills are
+read; one that spills, or does not compile, is left out. A candidate whose scores are not those of the
+present schedule is an error; where only the rounding differs (another matrix instruction may round
+otherwise) its row says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from msa_icp.cuda_backend.decode_index_score_sharded import Schedule
+from msa_icp.cuda_backend.decode_index_score_sharded import Form, Schedule
 from msa_icp.cuda_backend.loader import Report, Variant
 from msa_icp.geometry import ShardLayout, ceil_div
 
@@ -49,89 +49,68 @@ class Candidate:
     schedule: Schedule
 
 
-def _resident(schedule: Schedule, one: int | None = None, two: int | None = None) -> Schedule:
-    """Other numbers of short CTAs that are to share a multiprocessor, for every number of query groups."""
-    pairs = ((groups, (one or first, two or second)) for groups, (first, second) in schedule.short_resident)
-    return replace(schedule, short_resident=tuple(pairs))
-
-
-def _short(two_pieces_from: int) -> Schedule:
-    """Short CTAs for every size, whose warps multiply each on its own."""
+def everywhere(form: Form, rounds: int) -> Schedule:
+    """One form for every size and every number of query groups, with `rounds` a CTA."""
     schedule: Schedule = scorer.SCHEDULE
-    return replace(schedule, two_pieces_from=two_pieces_from, packed_from=NEVER, together=())
+    groups = [count for count, _ in schedule.short]
+    forms = tuple((count, form) for count in groups)
+    return replace(
+        schedule,
+        short=forms,
+        looping=forms,
+        looping_from=tuple((count, NEVER if form.stages == 1 else 0) for count in groups),
+        rounds=((0, rounds),),
+        gaps_below=NEVER,
+    )
 
 
-def one_piece(residents: Sequence[int]) -> Iterator[Candidate]:
-    """Short CTAs whose warps score one piece."""
-    for count in residents:
-        yield Candidate(f"one piece, resident {count}", _resident(_short(NEVER), one=count))
+def short(
+    residents: Sequence[int], chains: Sequence[int], gaps: Sequence[int], together: bool
+) -> Iterator[Candidate]:
+    """CTAs of one round."""
+    for resident, side_by_side, waiting in itertools.product(residents, chains, gaps):
+        form = Form(1, resident, side_by_side, together, waiting)
+        yield Candidate(_name(form, 1), everywhere(form, 1))
 
 
-def two_pieces(residents: Sequence[int]) -> Iterator[Candidate]:
-    """Short CTAs whose warps score two pieces."""
-    for count in residents:
-        yield Candidate(f"two pieces, resident {count}", _resident(_short(0), two=count))
+def looping(
+    residents: Sequence[int],
+    chains: Sequence[int],
+    gaps: Sequence[int],
+    rounds: Sequence[int],
+    together: bool,
+) -> Iterator[Candidate]:
+    """CTAs of several rounds."""
+    for resident, side_by_side, waiting, own in itertools.product(residents, chains, gaps, rounds):
+        form = Form(2, resident, side_by_side, together, waiting)
+        yield Candidate(_name(form, own), everywhere(form, own))
 
 
-def together(residents: Sequence[int], pieces: int) -> Iterator[Candidate]:
-    """Short CTAs whose warps multiply as one warp group."""
-    every = tuple(groups for groups, _ in scorer.SCHEDULE.together_resident)
-    for count in residents:
-        schedule = replace(
-            _short(0 if pieces == 2 else NEVER),
-            together=every,
-            together_resident=tuple((groups, (count, count)) for groups in every),
-        )
-        yield Candidate(f"together, pieces {pieces}, resident {count}", schedule)
-
-
-def packed(residents: Sequence[int], stages: Sequence[int], waves: Sequence[int]) -> Iterator[Candidate]:
-    """CTAs that stay."""
-    for count, depth, times in itertools.product(residents, stages, waves):
-        schedule = replace(
-            scorer.SCHEDULE,
-            packed_from=0,
-            packed_resident=tuple((groups, count) for groups, _ in scorer.SCHEDULE.packed_resident),
-            packed_stages=depth,
-            packed_waves=times,
-        )
-        yield Candidate(f"packed, resident {count}, stages {depth}, waves {times}", schedule)
-
-
-def rules(thresholds: Sequence[tuple[int, int]]) -> Iterator[Candidate]:
-    """The present constants with other thresholds: tiles from which on two pieces, and packed."""
-    for two, stay in thresholds:
-        schedule = replace(scorer.SCHEDULE, two_pieces_from=two, packed_from=stay)
-        yield Candidate(f"rule: two pieces from {two}, packed from {stay}", schedule)
+def _name(form: Form, rounds: int) -> str:
+    how = "together" if form.together else f"chains {form.chains}"
+    return f"rounds {rounds}, {how}, resident {form.resident}, gaps {form.gaps}"
 
 
 @contextmanager
 def using(schedule: Schedule) -> Iterator[None]:
-    """The scorer cuts its work by `schedule`; kernels that it has kept are forgotten, before and after."""
+    """The scorer cuts its work by `schedule`."""
     own = scorer.SCHEDULE
-
-    def put(other: Schedule) -> None:
-        scorer.SCHEDULE = other  # type: ignore[attr-defined]
-        for kept in vars(scorer).values():
-            if hasattr(kept, "cache_clear"):
-                kept.cache_clear()
-
-    put(schedule)
+    scorer.SCHEDULE = schedule  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        put(own)
+        scorer.SCHEDULE = own  # type: ignore[attr-defined]
 
 
 def variant_for(
     candidate: Candidate, size: Size, layout: ShardLayout, query_len: int, device: torch.device
 ) -> Variant:
     """The kernel that a candidate runs for a size."""
-    with using(candidate.schedule):
-        columns = int(ceil_div(max(size.columns(layout)), 4)) * 4
-        kernel, _ = scorer._launch(len(size.keys), columns, layout, scorer._groups(query_len), device)
-        variant: Variant = kernel.variant
-        return variant
+    columns = int(ceil_div(max(size.columns(layout)), 4)) * 4
+    layout_key = (layout.page_size, layout.world_size)
+    work = scorer.plan(candidate.schedule, len(size.keys), columns, layout_key, query_len, True, device)
+    variant: Variant = work.kernel.variant
+    return variant
 
 
 def compile_all(variants: Sequence[Variant]) -> dict[Variant, Report | str]:

@@ -1,37 +1,75 @@
-// The decode scorer (contract, section 4) as many short CTAs, for batches that one or a few waves of them cover.
+// The decode scorer (contract, section 4).
 //
-// Each warp scores PIECES pieces on its own: it reads the length and the table entries side by side, starts all its
-// bulk copies, and multiplies. A page is 1, 2 or 4 pieces of neighbouring warps, whose maxima meet at the end. The
-// CTAs hide the chain seq_lens, block_table -> keys behind each other.
+// The key rows of a request are cut into rounds: one piece for each warp of a CTA. A CTA takes every `stride`-th round of
+// its request, so that short requests have few rounds a CTA rather than few CTAs. A warp works alone: it
+// reads the length and all its table entries side by side, keeps up to STAGES bulk copies in flight, and
+// multiplies. A page is 1, 2 or 4 pieces of neighbouring warps, whose maxima meet in shared memory.
 //
-// Launch: CTAs (column groups, requests, requests / gridDim.y), kThreads threads.
+// Dependents are released at once: their CTAs take the places that this launch's last ones leave, read their
+// keys, and wait. If all places were taken so, the keys of a whole wave would be there when the predecessor ends, and
+// all would multiply while nothing is read. So of the first CTAs every other one may be a gap: it only waits, and
+// leaves its place to one that reads while those beside it multiply.
+//
+// Launch: gaps + stride * requests CTAs, kThreads threads, no more than 32 rounds a CTA.
 
 #include "device/decode_score.cuh"
 #include "device/group_scorer.cuh"
 #include "device/ptx/launch.cuh"
 
-constexpr int kTileColumns = kWarps / kPagePieces;  // columns that the warps score at once
+constexpr int kRoundColumns = kWarps / kPagePieces;  // and teams of warps that share a page
 
-template <class Scorer, int kGroups, int kPieces>
+__device__ __forceinline__ void meet_team(int team) {
+  if constexpr (kRoundColumns == 1) {
+    meet_cta();
+  } else if (team == 0) {
+    meet_warps<1, kPagePieces>();
+  } else {
+    meet_warps<2, kPagePieces>();
+  }
+}
+
+template <class Scorer, int kGroups, int kStages>
 __device__ __forceinline__ void score(const Arguments& with) {
-  alignas(128) __shared__ unsigned char keys[kWarps][kPieces][kPieceBytes];
-  __shared__ Barrier arrived[kWarps][kPieces];
-  __shared__ float of_piece[kPieces][kWarps][kGroups * kGroup];  // where a page has several pieces
+  constexpr bool kLoop = kStages > 1;
+  constexpr int kRows = kGroups * kGroup;
+  alignas(128) __shared__ unsigned char keys[kWarps][kStages][kPieceBytes];
+  __shared__ Barrier arrived[kWarps][kStages];
+  __shared__ float of_piece[2][kWarps][kRows];  // where a page has several pieces
 
+  release_dependents();
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
-  const long long request = blockIdx.y + static_cast<long long>(gridDim.y) * blockIdx.z;
-  if (request >= with.requests) {
-    wait_for_predecessor();
-    return;
+  unsigned index = blockIdx.x;
+  const unsigned gaps = static_cast<unsigned>(with.gaps);
+  if (index < 2 * gaps) {
+    if (index % 2 == 1) {
+      wait_for_predecessor();
+      return;
+    }
+    index /= 2;
+  } else {
+    index -= gaps;
   }
+  const int stride = static_cast<int>(with.stride);
+  const int request = stride == 1 ? static_cast<int>(index) : static_cast<int>(upper_product(index, with.reciprocal));
+  const int first_round = static_cast<int>(index) - request * stride;
 
-  // Lane i sees to piece i.
-  const int first_column = blockIdx.x * (kPieces * kTileColumns);
+  // Lane i sees to the warp's i-th piece.
+  const int first_column = first_round * kRoundColumns;
+  const int step = stride * kRoundColumns;
+  const int own_round = first_column + lane * step;
+  const int own_column = own_round + warp / kPagePieces;
   const int first_row = warp % kPagePieces * kPieceRows;
-  const int own_column = first_column + lane * kTileColumns + warp / kPagePieces;
-  const int page = lane < kPieces ? table_entry(with, request, own_column) : -1;
-  const int seq_len = sequence_length(with, request);
+  const bool mine = kLoop ? lane < static_cast<int>(with.rounds) : lane == 0;
+  const int page = mine ? table_entry(with, request, own_column) : -1;
+  const int keys_of_request = load(with.seq_lens + request);
+  if (lane < kStages) {
+    make_barrier(&arrived[warp][lane]);
+    publish_barriers();
+  }
+  Output output;
+  output.take(with, request, lane);
+  const int seq_len = keys_of_request > 0 ? keys_of_request - static_cast<int>(with.first_key) : 0;
   const int written = written_columns(with, seq_len);
   if (first_column >= written) {
     wait_for_predecessor();
@@ -40,74 +78,87 @@ __device__ __forceinline__ void score(const Arguments& with) {
 
   const bool has_keys = readable(with, page, own_column, seq_len);
   const bool history = is_history(with, own_column, seq_len);
-  if (lane < kPieces) {
-    make_barrier(&arrived[warp][lane]);
-    publish_barriers();
+  const unsigned with_keys = kLoop ? lanes_where(has_keys) : 0;
+  const unsigned seen_whole = kLoop ? lanes_where(history) : 0;
+  const int pieces = kLoop ? number_of_ones(lanes_where(mine && own_round < written)) : 1;
+  const unsigned char* source = piece_address(with, page, first_row);
+  if (lane < kStages && has_keys) {
+    if (history) {
+      copy_to_shared(keys[warp][lane], source, kPieceBytes, &arrived[warp][lane]);
+    } else {
+      prefetch(source, kPieceBytes);  // the predecessor may still write it there
+      announce(&arrived[warp][lane], kPieceBytes);
+    }
   }
-  const auto start_copy = [&] {
-    copy_to_shared(keys[warp][lane], piece_address(with, page, first_row), kPieceBytes, &arrived[warp][lane]);
-  };
-  if (has_keys && history) start_copy();
-  // Earlier, the next launch's CTAs would take the places of this one's late ones.
-  release_dependents();
-  wait_for_predecessor();
-  if (has_keys && !history) start_copy();
-  meet_warp();
-
   Scorer scorer;
-  scorer.take(with, request, lane);
+  scorer.prepare(with, request, lane);
+  make_ready(source);
+  wait_for_predecessor();
+  if (lane < kStages && has_keys && !history) {
+    copy_announced(keys[warp][lane], source, kPieceBytes, &arrived[warp][lane]);
+  }
+  meet_warp();
+  scorer.take();
+
   const int first_position = seq_len - static_cast<int>(with.query_len);
-#pragma unroll
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int column = first_column + piece * kTileColumns + warp / kPagePieces;
+  float* to = nullptr;  // of the lane's row, where a page has several pieces
+  if constexpr (kPagePieces > 1) {
+    to = with.score_out + (request * with.query_len + lane / kHeads) * with.token_stride + lane % kHeads * with.head_stride;
+  }
+  unsigned parity = 0;  // bit i: of the copy that stage i waits for
+  int column = first_column + warp / kPagePieces;
+  int stage = 0;
+  for (int piece = 0; piece < pieces; ++piece) {
     Best<kGroups> best;
     best.clear();
-    const bool here = from_lane(has_keys, piece);
-    if (here) wait_for(&arrived[warp][piece], 0);
+    const bool here = kLoop ? with_keys >> piece & 1 : from_lane(has_keys, 0);
+    if (here) {
+      wait_for(&arrived[warp][stage], parity >> stage & 1);
+      if constexpr (kLoop) parity ^= 1u << stage;
+    }
     if (here || Scorer::kTogether) {
-      const Sight sight = {static_cast<bool>(from_lane(history, piece)), column, first_row, first_position,
-                           static_cast<int>(with.rank)};
-      scorer.add(best, keys[warp][piece], sight, lane);
+      const Sight sight = {(kLoop ? seen_whole >> piece & 1 : from_lane(history, 0)) != 0, column, first_row, first_position, static_cast<int>(with.rank)};
+      scorer.add(best, keys[warp][stage], sight, lane);
       if (!here) best.clear();
-      best.combine();
     }
+    if constexpr (kLoop) {
+      meet_warp();  // all lanes have read the stage
+      if (lane == piece + kStages && has_keys) {
+        copy_to_shared(keys[warp][stage], source, kPieceBytes, &arrived[warp][stage]);
+      }
+    }
+    best.combine();
     if constexpr (kPagePieces == 1) {
-      if (column < written) store_scores(with, best, request, column, lane);
-    } else if (lane < 4) {
+      if (column < written) output.store(with, best, column, lane);
+    } else {
+      float(*team)[kRows] = &of_piece[piece % 2][warp / kPagePieces * kPagePieces];
+      if (lane < 4) {
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
+        for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) of_piece[piece][warp][group * kGroup + lane * 2 + i] = best.of[group][i];
-      }
-    }
-  }
-  if constexpr (kPagePieces > 1) {
-    meet_cta();
-    constexpr int kRows = kGroups * kGroup;
-    for (int i = threadIdx.x; i < kPieces * kTileColumns * kRows; i += kThreads) {
-      const int row = i % kRows;
-      const int tile_column = i / kRows % kTileColumns;
-      const int piece = i / kRows / kTileColumns;
-      const int column = first_column + piece * kTileColumns + tile_column;
-      if (column < written && row < kHeads * with.query_len) {
-        float best = of_piece[piece][tile_column * kPagePieces][row];
-#pragma unroll
-        for (int other = 1; other < kPagePieces; ++other) {
-          best = larger(best, of_piece[piece][tile_column * kPagePieces + other][row]);
+          for (int i = 0; i < 2; ++i) team[warp % kPagePieces][group * kGroup + lane * 2 + i] = best.of[group][i];
         }
-        store_score(with, request, row, column, best);
+      }
+      meet_team(warp / kPagePieces);
+      if (warp % kPagePieces == piece % kPagePieces && lane < kHeads * static_cast<int>(with.query_len) && column < written) {
+        float most = team[0][lane];
+#pragma unroll
+        for (int other = 1; other < kPagePieces; ++other) most = larger(most, team[other][lane]);
+        to[column] = most + 0.0f;  // -0.0 becomes +0.0
       }
     }
+    column += step;
+    if constexpr (kLoop) stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 }
 
-// GROUPS times eight query rows, PIECES a warp; RESIDENT CTAs are to share a multiprocessor. TOGETHER: the four warps
-// multiply as a warp group, else each on its own.
+// GROUPS times eight query rows, STAGES pieces of a warp in flight; with one a CTA has one round. RESIDENT CTAs are to
+// share a multiprocessor. TOGETHER: the four warps multiply as a warp group, else each on its own.
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     decode_index_score_sharded(const __grid_constant__ Arguments with) {
   if constexpr (TOGETHER) {
-    score<GroupScorer<GROUPS>, GROUPS, PIECES>(with);
+    score<GroupScorer<GROUPS>, GROUPS, STAGES>(with);
   } else {
-    score<WarpScorer<GROUPS, 2>, GROUPS, PIECES>(with);
+    score<WarpScorer<GROUPS, CHAINS>, GROUPS, STAGES>(with);
   }
 }

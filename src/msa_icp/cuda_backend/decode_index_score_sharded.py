@@ -1,8 +1,4 @@
-"""The decode scorer (contract, section 4).
-
-The kernels are in `decode_index_score_sharded.cu` (short CTAs) and `decode_index_score_packed.cu` (CTAs
-that stay).
-"""
+"""The decode scorer (contract, section 4); the kernel is in `decode_index_score_sharded.cu`."""
 
 from __future__ import annotations
 
@@ -18,34 +14,57 @@ from ..geometry import MAX_QUERY_ROWS, NUM_HEADS, PAGE_SIZES, WORLD_SIZES, Shard
 from .loader import Kernel, Variant
 
 _THREADS = 128
-_TILE_ROWS = 128
-_WORDS = 16
+_ROUND_ROWS = 128
+"""Key rows of a round: 32 for each warp."""
+_WORDS = 20
 _GROUP_ROWS = 8
-_MOST_GRID_ROWS = 65535
-_MOST_PACKED_REQUESTS = 1024
+MOST_ROUNDS = 32
+"""Of a CTA: each is looked up by a lane of its own."""
+_MOST_CTAS = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How the work is cut. Any values are right; these are to be measured."""
+class Form:
+    """How a CTA works; see the kernel. Any values are right."""
 
-    two_pieces_from: int = 8192
-    """Tiles of 128 key rows, from which on a warp of a short CTA scores two pieces."""
-    packed_from: int = 16384
-    """Tiles from which on CTAs stay and share one list."""
-    short_resident: tuple[tuple[int, tuple[int, int]], ...] = ((1, (8, 6)), (2, (5, 5)), (4, (4, 4)))
-    """For each number of query groups: short CTAs that are to share a multiprocessor, with one and two
-    pieces a warp."""
-    together: tuple[int, ...] = (4,)
-    """Numbers of query groups for which the warps of a short CTA multiply as one warp group."""
-    together_resident: tuple[tuple[int, tuple[int, int]], ...] = ((1, (8, 6)), (2, (7, 6)), (4, (6, 5)))
-    """The same as `short_resident` for those."""
-    packed_resident: tuple[tuple[int, int], ...] = ((1, 6), (2, 5), (4, 3))
-    """For each number of query groups: staying CTAs of a multiprocessor."""
-    packed_stages: int = 2
-    """Pieces that a warp of a staying CTA has in flight."""
-    packed_waves: int = 1
-    """Staying CTAs of a launch, in multiples of what the device holds at once."""
+    stages: int
+    """Pieces that a warp has in flight. With one a CTA has one round."""
+    resident: int
+    """CTAs that are to share a multiprocessor: what the compiler fits the registers to."""
+    chains: int
+    """Blocks of 16 key rows that a warp multiplies side by side, 1 or 2."""
+    together: bool
+    """Whether the four warps multiply as one warp group, with the queries in shared memory."""
+    gaps: int
+    """CTAs a multiprocessor that only wait for the predecessor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """How the work is cut. Measured on an H200 (docs/performance.md); any values are right.
+
+    By the number of query groups where it says so: eight query rows each, 1, 2 or 4 of them. Compared by
+    identity, so that a call's look-up of its plan takes no time.
+    """
+
+    short: tuple[tuple[int, Form], ...] = (
+        (1, Form(1, 7, 2, False, 2)),
+        (2, Form(1, 5, 2, False, 2)),
+        (4, Form(1, 6, 1, True, 2)),
+    )
+    """For each number of query groups, the form whose CTAs have one round."""
+    looping: tuple[tuple[int, Form], ...] = (
+        (1, Form(2, 6, 2, False, 1)),
+        (2, Form(2, 6, 1, True, 2)),
+        (4, Form(2, 5, 1, True, 2)),
+    )
+    """For each number of query groups, the form whose CTAs have several."""
+    looping_from: tuple[tuple[int, int], ...] = ((1, 8192), (2, 1024), (4, 1024))
+    """For each number of query groups, rounds of a launch from which on CTAs have several."""
+    rounds: tuple[tuple[int, int], ...] = ((0, 2), (4096, 4), (8192, 5), (32768, 8))
+    """Rounds of a launch, and how many a CTA has from there on, if it has several; 32 at most."""
+    gaps_below: int = 32768
+    """Launches of as many rounds, or more, have no gaps."""
 
 
 SCHEDULE = Schedule()
@@ -57,60 +76,77 @@ def _groups(query_len: int) -> int:
     return needed if needed < 3 else MAX_QUERY_ROWS // _GROUP_ROWS
 
 
-def _kernel(source: str, layout: tuple[int, int], groups: int, **constants: int) -> Kernel:
+@functools.cache
+def kernel_for(layout: tuple[int, int], groups: int, form: Form) -> Kernel:
+    """The kernel for a layout (page size, world size), query groups, and a form."""
     page_size, world_size = layout
-    all_constants = {"PAGE": page_size, "WORLD": world_size, "GROUPS": groups, **constants}
-    return Kernel(Variant(source, tuple(all_constants.items())), _THREADS, _WORDS, takes_query=True)
-
-
-@functools.cache
-def short_kernel(layout: tuple[int, int], groups: int, pieces: int) -> Kernel:
-    """The short CTAs for a layout (page size, world size), query groups, and pieces a warp."""
-    together = groups in SCHEDULE.together
-    residents = SCHEDULE.together_resident if together else SCHEDULE.short_resident
-    return _kernel(
-        "decode_index_score_sharded",
-        layout,
-        groups,
-        PIECES=pieces,
-        TOGETHER=int(together),
-        RESIDENT=dict(residents)[groups][pieces - 1],
-    )
-
-
-@functools.cache
-def packed_kernel(layout: tuple[int, int], groups: int) -> Kernel:
-    """The staying CTAs for a layout (page size, world size) and query groups."""
-    resident = dict(SCHEDULE.packed_resident)[groups]
-    stages = SCHEDULE.packed_stages
-    return _kernel("decode_index_score_packed", layout, groups, STAGES=stages, RESIDENT=resident)
+    constants = {
+        "PAGE": page_size,
+        "WORLD": world_size,
+        "GROUPS": groups,
+        "STAGES": form.stages,
+        "RESIDENT": form.resident,
+        "CHAINS": form.chains,
+        "TOGETHER": int(form.together),
+    }
+    variant = Variant("decode_index_score_sharded", tuple(constants.items()))
+    return Kernel(variant, _THREADS, _WORDS, takes_query=True)
 
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel that a call may need."""
-    groups = [count for count, _ in SCHEDULE.short_resident]
-    for layout, count in product(product(PAGE_SIZES, WORLD_SIZES), groups):
-        yield short_kernel(layout, count, 1)
-        yield short_kernel(layout, count, 2)
-        yield packed_kernel(layout, count)
+    for layout, forms in product(product(PAGE_SIZES, WORLD_SIZES), (SCHEDULE.short, SCHEDULE.looping)):
+        for groups, form in forms:
+            yield kernel_for(layout, groups, form)
 
 
-def _launch(
-    requests: int, columns: int, layout: ShardLayout, groups: int, device: torch.device
-) -> tuple[Kernel, tuple[int, int, int]]:
-    """The kernel for a batch, and its grid. Looks at sizes alone, never at a length."""
-    key = (layout.page_size, layout.world_size)
-    tiles = int(ceil_div(columns * layout.rows, _TILE_ROWS))
-    if tiles * requests >= SCHEDULE.packed_from and requests <= _MOST_PACKED_REQUESTS:
-        resident = dict(SCHEDULE.packed_resident)[groups] * Kernel.multiprocessors(device)
-        return packed_kernel(key, groups), (resident * SCHEDULE.packed_waves, 1, 1)
-    pieces = 2 if tiles * requests >= SCHEDULE.two_pieces_from else 1
-    rows = min(requests, _MOST_GRID_ROWS)
-    return short_kernel(key, groups, pieces), (
-        int(ceil_div(tiles, pieces)),
-        rows,
-        int(ceil_div(requests, rows)),
-    )
+@dataclass(frozen=True)
+class Plan:
+    """A launch, but for its tensors."""
+
+    kernel: Kernel
+    ctas: int
+    stride: int
+    """CTAs of a request."""
+    rounds: int
+    """Rounds of a CTA, at most."""
+    gaps: int
+
+    @functools.cached_property
+    def words(self) -> tuple[int, int, int, int]:
+        """The kernel's last four."""
+        reciprocal = -(-(1 << 64) // self.stride) % (1 << 64)
+        signed = reciprocal - (1 << 64) if reciprocal >> 63 else reciprocal
+        return self.stride, signed, self.rounds, self.gaps
+
+
+@functools.lru_cache(1024)
+def plan(
+    schedule: Schedule,
+    requests: int,
+    columns: int,
+    layout: tuple[int, int],
+    query_len: int,
+    dependent: bool,
+    device: torch.device,
+) -> Plan:
+    """How a batch is cut. Looks at sizes alone, never at a length."""
+    groups = _groups(query_len)
+    page_size, world_size = layout
+    rounds = int(ceil_div(columns * (page_size // world_size), _ROUND_ROWS))
+    loops = rounds * requests >= dict(schedule.looping_from)[groups]
+    form = dict(schedule.looping if loops else schedule.short)[groups]
+    own = 1
+    if loops:
+        own = min(MOST_ROUNDS, [own for begin, own in schedule.rounds if rounds * requests >= begin][-1])
+    stride = int(ceil_div(rounds, own))
+    ctas = stride * requests
+    gaps = 0
+    if dependent and rounds * requests < schedule.gaps_below:
+        gaps = min(ctas, form.gaps * Kernel.multiprocessors(device))
+    if ctas + gaps > _MOST_CTAS:
+        raise ValueError(f"score_out: {requests} requests of {columns} columns are more than a launch takes")
+    return Plan(kernel_for(layout, groups, form), ctas + gaps, stride, own, gaps)
 
 
 def launch_scores(
@@ -132,9 +168,17 @@ def launch_scores(
     requests, table_columns = block_table.shape
     if requests == 0:
         return
-    kernel, grid = _launch(requests, columns, layout, _groups(decode_query_len), index_q.device)
-    kernel(
-        grid,
+    work = plan(
+        SCHEDULE,
+        requests,
+        columns,
+        (layout.page_size, layout.world_size),
+        decode_query_len,
+        enable_pdl,
+        index_q.device,
+    )
+    work.kernel(
+        (work.ctas, 1, 1),
         (
             index_q.data_ptr(),
             index_k.data_ptr(),
@@ -152,6 +196,7 @@ def launch_scores(
             decode_query_len,
             layout.rank,
             first_column * layout.page_size,
+            *work.words,
         ),
         index_q.device,
         dependent=enable_pdl,

@@ -85,16 +85,18 @@ def share_constants(layout: ShardLayout, rows: int, step_pages: int, target: Tar
 
 @triton.jit
 def regrouped(x, REGROUP: tl.constexpr):
-    """[N, 128] -> the same with the dims of every sixteen in another order: 0 1, 4 5, 8 9, 12 13, 2 3, ...
+    """[N, 128] -> the same with the dims of every 32 in another order: 0 1, 4 5, 8 9, 12 13, 16 17, ...
 
-    Of every sixteen, a matrix instruction takes dims 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 from one thread. In
-    this order those are four bytes side by side, so that keys reach their registers as whole words. What
-    one instruction sums up stays the same sixteen products. Nothing changes where not REGROUP.
+    Of its sixteen places, a matrix instruction takes 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 from one thread. In
+    this order two instructions take four bytes side by side and the four that lie sixteen further, so
+    that keys reach their registers as whole words. And each sums up the sixteen dims that an instruction of
+    the decode scorer does, whose order the compiler chooses for fp16 that comes from bytes: the bits
+    are equal also where the sums round. Nothing changes where not REGROUP.
     """
     if not REGROUP:
         return x
-    x = tl.reshape(x, (x.shape[0], DIM // 16, 4, 2, 2))
-    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (x.shape[0], DIM))
+    x = tl.reshape(x, (x.shape[0], DIM // 32, 2, 4, 2, 2))
+    return tl.reshape(tl.permute(x, (0, 1, 4, 2, 3, 5)), (x.shape[0], DIM))
 
 
 @triton.jit

@@ -50,6 +50,10 @@ inline void multiply_add(float* sums, const unsigned (&a)[4], const unsigned (&b
 
 inline float larger(float a, float b) { return std::fmax(a, b); }
 
+inline unsigned long long upper_product(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+
 inline float minus_infinity() { return -INFINITY; }
 
 inline int bits_of(float value) {

@@ -29,6 +29,9 @@ inline unsigned char* dynamic_shared() {
   return memory;
 }
 
+template <class T>
+inline void make_ready(T*&) {}
+
 inline void store_shared(unsigned char* to, unsigned value) { store(reinterpret_cast<unsigned*>(to), value); }
 
 inline void publish_shared() {}
@@ -40,7 +43,7 @@ struct Copy {
 
 struct Barrier {
   unsigned long long made_in;  // which CTA; shared memory outlives one here
-  unsigned arrivals, arrived, phases;
+  unsigned arrivals, arrived, phases, announced;  // bytes of copies that have not been started
   std::vector<Copy> copies;  // of the phase that runs
 };
 
@@ -55,7 +58,7 @@ inline void end_phase(Barrier* barrier) {
 inline void make_barrier(Barrier* barrier, unsigned arrivals = 1) {
   barrier->made_in = emulator::cta_number;
   barrier->arrivals = arrivals;
-  barrier->arrived = barrier->phases = 0;
+  barrier->arrived = barrier->phases = barrier->announced = 0;
   barrier->copies.clear();
 }
 
@@ -64,24 +67,42 @@ inline void publish_barriers() {}
 inline void arrive(Barrier* barrier) {
   if (!is_made(barrier)) emulator::fail("an arrival at a barrier that is not there");
   if (barrier->arrived == barrier->arrivals) emulator::fail("more arrivals than a barrier takes");
-  if (++barrier->arrived == barrier->arrivals && barrier->copies.empty()) end_phase(barrier);
+  if (++barrier->arrived == barrier->arrivals && barrier->copies.empty() && barrier->announced == 0) end_phase(barrier);
   ++emulator::progress;
 }
 
-inline void copy_to_shared(unsigned char* to, const unsigned char* from, unsigned bytes, Barrier* barrier) {
+inline void announce(Barrier* barrier, unsigned bytes) {
+  if (!is_made(barrier)) emulator::fail("copies announced to a barrier that is not there");
+  barrier->announced += bytes;
+  arrive(barrier);
+}
+
+inline void copy_announced(unsigned char* to, const unsigned char* from, unsigned bytes, Barrier* barrier) {
   if (!is_made(barrier)) emulator::fail("a copy to a barrier that is not there");
+  if (barrier->announced < bytes) emulator::fail("a copy that was not announced");
   if (bytes % 16 || reinterpret_cast<unsigned long long>(from) % 16 || reinterpret_cast<unsigned long long>(to) % 16) {
     emulator::fail("a copy that is not aligned");
   }
   barrier->copies.push_back({to, {from, from + bytes}});
+  barrier->announced -= bytes;
   ++emulator::copies_in_flight;
-  arrive(barrier);
+  ++emulator::progress;
+}
+
+inline void copy_to_shared(unsigned char* to, const unsigned char* from, unsigned bytes, Barrier* barrier) {
+  announce(barrier, bytes);
+  copy_announced(to, from, bytes, barrier);
+}
+
+// What is read later is what is there then.
+inline void prefetch(const unsigned char* from, unsigned bytes) {
+  if (bytes % 16 || reinterpret_cast<unsigned long long>(from) % 16) emulator::fail("a prefetch that is not aligned");
 }
 
 inline void wait_for(Barrier* barrier, unsigned parity) {
   for (;;) {
     if (is_made(barrier) && barrier->phases % 2 != parity) return;
-    if (is_made(barrier) && barrier->arrived == barrier->arrivals) break;  // its copies arrive now
+    if (is_made(barrier) && barrier->arrived == barrier->arrivals && barrier->announced == 0) break;  // its copies arrive now
     emulator::yield();
   }
   for (const Copy& copy : barrier->copies) {

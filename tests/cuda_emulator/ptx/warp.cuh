@@ -20,6 +20,20 @@ inline bool true_for_all(bool value) {
   return true;
 }
 
+inline unsigned lanes_where(bool value) {
+  const auto all = emulator::gather("a ballot", value);
+  unsigned bits = 0;
+  for (int i = 0; i < kWarpSize; ++i) bits |= static_cast<unsigned>(all.of[i]) << i;
+  return bits;
+}
+
+inline int number_of_ones(unsigned bits) { return __builtin_popcount(bits); }
+
 inline void meet_warp() { emulator::gather("a warp barrier", 0); }
 
 inline void meet_cta() { emulator::meet_cta(); }
+
+template <int kBarrier, int kMeeting>
+inline void meet_warps() {
+  emulator::meet_some(kBarrier, kMeeting * kWarpSize);
+}

@@ -33,6 +33,10 @@ struct Arguments {
   long long query_len;
   long long rank;
   long long first_key;  // position of the first key of column 0: a multiple of four pages
+  long long stride;      // CTAs of a request, each of which takes every stride-th of its rounds
+  unsigned long long reciprocal;  // 2**64 / stride, rounded up; of no use where stride is 1
+  long long rounds;      // of a CTA, at most
+  long long gaps;        // CTAs that only wait
 };
 
 // Keys of a request from the first column on. Everything else about positions is relative to that as well: a token
@@ -49,17 +53,18 @@ __device__ __forceinline__ int sequence_pages(int seq_len) {
 // Columns that a request writes: those of the sequence, rounded up to a multiple of four.
 __device__ __forceinline__ int written_columns(const Arguments& with, int seq_len) {
   const int rounded = (sequence_pages(seq_len) + kColumnStep - 1) / kColumnStep * kColumnStep;
-  return rounded < with.columns ? rounded : static_cast<int>(with.columns);
+  const int columns = static_cast<int>(with.columns);
+  return rounded < columns ? rounded : columns;
 }
 
 // What the table says of column `column`, or -1. An entry behind the live prefix may be read, but is not followed:
 // see `readable`.
 __device__ __forceinline__ int table_entry(const Arguments& with, long long request, int column) {
-  return column < with.table_columns ? load(with.block_table + request * with.table_stride + column) : -1;
+  return column < static_cast<int>(with.table_columns) ? load(with.block_table + request * with.table_stride + column) : -1;
 }
 
 __device__ __forceinline__ bool readable(const Arguments& with, int page, int column, int seq_len) {
-  return page >= 0 && page < with.pages && column < sequence_pages(seq_len);
+  return page >= 0 && page < static_cast<int>(with.pages) && column < sequence_pages(seq_len);
 }
 
 // The page ends before the request's first query token: it was written in an earlier step, and all tokens see it
@@ -70,11 +75,6 @@ __device__ __forceinline__ bool is_history(const Arguments& with, int column, in
 
 __device__ __forceinline__ const unsigned char* piece_address(const Arguments& with, int page, int first_row) {
   return with.index_k + page * with.page_pitch + first_row * kDim;
-}
-
-__device__ __forceinline__ const unsigned char* query_row(const Arguments& with, long long request, int row) {
-  const int rows = kHeads * static_cast<int>(with.query_len);
-  return row < rows ? with.index_q + (request * rows + row) * kDim : nullptr;
 }
 
 // Which keys of a piece a token sees.
@@ -140,10 +140,21 @@ struct WarpScorer {
   static constexpr bool kTogether = false;  // whether all warps must be there
   QueryFragment queries[kGroups];
 
-  __device__ __forceinline__ void take(const Arguments& with, long long request, int lane) {
+  const unsigned char* first;  // the lane's row of the first group
+  int rows;                    // of the request, from there on
+
+  // Before the predecessor has ended, and after.
+  __device__ __forceinline__ void prepare(const Arguments& with, long long request, int lane) {
+    rows = kHeads * static_cast<int>(with.query_len);
+    first = with.index_q + (request * rows + lane / 4) * kDim + lane % 4 * 16;
+    make_ready(first);
+    rows -= lane / 4;
+  }
+
+  __device__ __forceinline__ void take() {
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      queries[group].take(query_row(with, request, group * kGroup + lane / 4), lane);
+      queries[group].take(group * kGroup < rows ? first + group * kGroup * kDim : nullptr);
     }
   }
 
@@ -172,24 +183,27 @@ struct WarpScorer {
   }
 };
 
-__device__ __forceinline__ void store_score(const Arguments& with, long long request, int query_row, int column,
-                                            float score) {
-  const long long token = request * with.query_len + query_row / kHeads;
-  // -0.0 becomes +0.0.
-  with.score_out[token * with.token_stride + query_row % kHeads * with.head_stride + column] = score + 0.0f;
-}
+// Where the scores of a request go that a lane holds after `Best::combine`: lanes 0 to 3 have two neighbouring heads of
+// one token in each group. Made before the products, whose end would wait for it otherwise.
+struct Output {
+  float* at;  // of the lane's first head, in column 0
 
-// The warp's combined maxima are the scores of `column`.
-template <int kGroups>
-__device__ __forceinline__ void store_scores(const Arguments& with, const Best<kGroups>& best, long long request,
-                                             int column, int lane) {
-  if (lane >= 4) return;
+  __device__ __forceinline__ void take(const Arguments& with, long long request, int lane) {
+    const int row = lane * 2;
+    const long long token = request * with.query_len + row / kHeads;
+    at = with.score_out + token * with.token_stride + row % kHeads * with.head_stride;
+  }
+
+  template <int kGroups>
+  __device__ __forceinline__ void store(const Arguments& with, const Best<kGroups>& best, int column, int lane) const {
+    constexpr int kGroupTokens = kGroup / kHeads;
+    if (lane >= 4) return;
 #pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = group * kGroup + lane * 2 + i;
-      if (row < kHeads * with.query_len) store_score(with, request, row, column, best.of[group][i]);
+    for (int group = 0; group < kGroups; ++group) {
+      if (group * kGroup + lane * 2 >= kHeads * static_cast<int>(with.query_len)) return;
+      float* to = at + group * kGroupTokens * with.token_stride + column;
+      to[0] = best.of[group][0] + 0.0f;  // -0.0 becomes +0.0
+      to[with.head_stride] = best.of[group][1] + 0.0f;
     }
   }
-}
+};

@@ -21,11 +21,10 @@ __device__ __forceinline__ void step_share(const Words (&halves)[2], int step, u
 struct QueryFragment {
   unsigned share[kSteps][2];
 
-  // `row` points to the lane's row, or is null for a row that does not exist.
-  __device__ __forceinline__ void take(const unsigned char* row, int lane) {
+  // `from` points to the lane's 16 bytes of its row, or is null for a row that does not exist.
+  __device__ __forceinline__ void take(const unsigned char* from) {
     Words halves[2] = {};
-    if (row != nullptr) {
-      const unsigned char* from = row + lane % 4 * 16;
+    if (from != nullptr) {
       halves[0] = load(reinterpret_cast<const Words*>(from));
       halves[1] = load(reinterpret_cast<const Words*>(from + kHalf));
     }

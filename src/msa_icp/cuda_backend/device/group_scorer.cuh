@@ -16,17 +16,26 @@ struct GroupScorer {
   static constexpr int kStepBytes = 2 * kPlaneBytes;
 
   const unsigned char* cores;
+  const unsigned char* row;  // the lane's, of the group that its warp sees to; null where there is none
 
-  __device__ __forceinline__ void take(const Arguments& with, long long request, int lane) {
-    alignas(128) __shared__ unsigned char queries[kSteps * kStepBytes];
+  // Before the predecessor has ended, and after.
+  __device__ __forceinline__ void prepare(const Arguments& with, long long request, int lane) {
     static_assert(kGroups <= kWarps);
+    const int rows = kHeads * static_cast<int>(with.query_len);
+    const int own = threadIdx.x / kWarpSize * kGroup + lane / 4;
+    row = own < rows ? with.index_q + (request * rows + own) * kDim + lane % 4 * 16 : nullptr;
+    make_ready(row);
+  }
+
+  __device__ __forceinline__ void take() {
+    alignas(128) __shared__ unsigned char queries[kSteps * kStepBytes];
     const int group = threadIdx.x / kWarpSize;
     if (group < kGroups) {
       QueryFragment fragment;
-      fragment.take(query_row(with, request, group * kGroup + lane / 4), lane);
+      fragment.take(row);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        unsigned char* to = queries + step * kStepBytes + group * kCoreBytes + lane * 4;
+        unsigned char* to = queries + step * kStepBytes + group * kCoreBytes + threadIdx.x % kWarpSize * 4;
         store_shared(to, fragment.share[step][0]);
         store_shared(to + kPlaneBytes, fragment.share[step][1]);
       }

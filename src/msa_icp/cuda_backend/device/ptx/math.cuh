@@ -32,6 +32,11 @@ __device__ __forceinline__ float larger(float a, float b) {
   return result;
 }
 
+// The upper 64 bits of a product.
+__device__ __forceinline__ unsigned long long upper_product(unsigned long long a, unsigned long long b) {
+  return __umul64hi(a, b);
+}
+
 __device__ __forceinline__ float minus_infinity() {
   return __int_as_float(0xff800000);
 }

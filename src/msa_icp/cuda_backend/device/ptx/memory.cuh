@@ -41,6 +41,12 @@ __device__ __forceinline__ void store(Words* to, const Words& value) {
                : "memory");
 }
 
+// The address is at hand from here on. Where the compiler may move its computation behind a wait, it does.
+template <class T>
+__device__ __forceinline__ void make_ready(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
@@ -80,26 +86,42 @@ __device__ __forceinline__ void make_barrier(Barrier* barrier, unsigned arrivals
 // Makes new barriers visible to the copy engine.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  publish_shared();
 }
 
 __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives, and starts a copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) into shared memory. The
-// keys are read once a launch, so their lines may leave the L2 first.
-__device__ __forceinline__ void copy_to_shared(unsigned char* to, const unsigned char* from, unsigned bytes,
+// Arrives, and says that copies of `bytes` are to come, each by one `copy_announced`.
+__device__ __forceinline__ void announce(Barrier* barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Starts a copy of `bytes` (a multiple of 16, both addresses 16-byte aligned) into shared memory. The keys are read once
+// a launch, so their lines may leave the L2 first.
+__device__ __forceinline__ void copy_announced(unsigned char* to, const unsigned char* from, unsigned bytes,
                                                Barrier* barrier) {
-  const unsigned at = shared_address(barrier);
   unsigned long long policy;
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(at), "l"(policy)
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+// Announces a copy, and starts it.
+__device__ __forceinline__ void copy_to_shared(unsigned char* to, const unsigned char* from, unsigned bytes,
+                                               Barrier* barrier) {
+  announce(barrier, bytes);
+  copy_announced(to, from, bytes, barrier);
+}
+
+// Asks for `bytes` (a multiple of 16, at a 16-byte aligned address) to be in the L2, where every later read finds what was
+// written until then.
+__device__ __forceinline__ void prefetch(const unsigned char* from, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // Waits for the end of a phase. `parity`: 0 for the barrier's first phase, 1 for its second, 0 for its third.

@@ -19,6 +19,14 @@ __device__ __forceinline__ bool true_for_all(bool value) {
   return __all_sync(0xffffffff, value);
 }
 
+__device__ __forceinline__ unsigned lanes_where(bool value) {
+  return __ballot_sync(0xffffffff, value);
+}
+
+__device__ __forceinline__ int number_of_ones(unsigned bits) {
+  return __popc(bits);
+}
+
 // What one thread has read or written before is before what the others read or write after.
 __device__ __forceinline__ void meet_warp() {
   __syncwarp();
@@ -26,4 +34,11 @@ __device__ __forceinline__ void meet_warp() {
 
 __device__ __forceinline__ void meet_cta() {
   __syncthreads();
+}
+
+// The same for `kMeeting` warps of a CTA, whose barrier is `kBarrier`, 1 to 15. A constant: a CTA takes all barriers of its
+// multiprocessor where the compiler cannot see which.
+template <int kBarrier, int kMeeting>
+__device__ __forceinline__ void meet_warps() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kMeeting * kWarpSize) : "memory");
 }
