@@ -10,7 +10,9 @@ MUTANTS ?=
 export PYTHONUNBUFFERED = 1
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-.PHONY: demo test test-gpu model lint mutants bench clean
+SANITIZER = PYTHONPATH=src:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+
+.PHONY: demo test test-gpu sanitize model lint mutants bench clean
 
 # What the project needs, pinned; an installed set is not looked at again until its list changes.
 $(VENV)/bin/python:
@@ -38,6 +40,11 @@ test: $(VENV)/dev.installed  ## everything that runs without a GPU
 
 test-gpu:  ## the same tests on the accelerator, with the python at hand and nothing installed
 	PYTHONPATH=src $(PYTHON) -m pytest -k cuda
+
+sanitize:  ## every kernel on small inputs under the four tools of compute-sanitizer, on a GPU
+	for backend in cuda triton; do for tool in memcheck racecheck initcheck synccheck; do \
+	  echo "$$tool $$backend"; $(SANITIZER) --tool $$tool $(PYTHON) tests/sanitized.py $$backend || exit 1; \
+	done; done
 
 model:  ## the exchange explored exhaustively (docs/exchange.md), about a minute; needs nothing but Python
 	PYTHONPATH=tests $(PYTHON) -m model

@@ -96,14 +96,14 @@ def test_a_plan_covers_every_round_and_no_more():
             assert dependent or work.gaps == 0
 
 
-@pytest.mark.parametrize("stride", [1, 2, 3, 7, 640, 1023, 2048])
-def test_requests_are_found_without_a_division(stride):
-    words = scorer.Plan(None, 0, stride, 1, 0).words
+@pytest.mark.parametrize("requests", [1, 2, 3, 7, 640, 1023, 2048, 100_003])
+def test_rounds_are_found_without_a_division(requests):
+    words = scorer.Plan(None, requests, 0, 5, 1, 0).words
     reciprocal = words[1] % 2**64
-    if stride > 1:
-        for index in (0, 1, stride - 1, stride, 12345 * stride - 1, 12345 * stride, 2**31 - 1):
-            assert index * reciprocal >> 64 == index // stride
-    assert words == (stride, words[1], 1, 0)
+    if requests > 1:
+        for index in (0, 1, requests - 1, requests, 12345 * requests - 1, 12345 * requests, 2**31 - 1):
+            assert index * reciprocal >> 64 == index // requests
+    assert words == (5, words[1], 1, 0)
 
 
 def test_more_ctas_than_a_launch_takes():

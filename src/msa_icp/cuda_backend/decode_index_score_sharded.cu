@@ -50,9 +50,11 @@ __device__ __forceinline__ void score(const Arguments& with) {
   } else {
     index -= gaps;
   }
+  // Requests alternate, so that long ones, whose CTAs run longest, are not all at the end.
+  const int requests = static_cast<int>(with.requests);
   const int stride = static_cast<int>(with.stride);
-  const int request = stride == 1 ? static_cast<int>(index) : static_cast<int>(upper_product(index, with.reciprocal));
-  const int first_round = static_cast<int>(index) - request * stride;
+  const int first_round = requests == 1 ? static_cast<int>(index) : static_cast<int>(upper_product(index, with.reciprocal));
+  const int request = static_cast<int>(index) - first_round * requests;
 
   // Lane i sees to the warp's i-th piece.
   const int first_column = first_round * kRoundColumns;

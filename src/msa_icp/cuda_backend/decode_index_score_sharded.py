@@ -48,7 +48,7 @@ class Schedule:
     """
 
     short: tuple[tuple[int, Form], ...] = (
-        (1, Form(1, 7, 2, False, 2)),
+        (1, Form(1, 8, 2, False, 4)),
         (2, Form(1, 5, 2, False, 2)),
         (4, Form(1, 6, 1, True, 2)),
     )
@@ -105,6 +105,7 @@ class Plan:
     """A launch, but for its tensors."""
 
     kernel: Kernel
+    requests: int
     ctas: int
     stride: int
     """CTAs of a request."""
@@ -115,7 +116,7 @@ class Plan:
     @functools.cached_property
     def words(self) -> tuple[int, int, int, int]:
         """The kernel's last four."""
-        reciprocal = -(-(1 << 64) // self.stride) % (1 << 64)
+        reciprocal = -(-(1 << 64) // self.requests) % (1 << 64)
         signed = reciprocal - (1 << 64) if reciprocal >> 63 else reciprocal
         return self.stride, signed, self.rounds, self.gaps
 
@@ -146,7 +147,7 @@ def plan(
         gaps = min(ctas, form.gaps * Kernel.multiprocessors(device))
     if ctas + gaps > _MOST_CTAS:
         raise ValueError(f"score_out: {requests} requests of {columns} columns are more than a launch takes")
-    return Plan(kernel_for(layout, groups, form), ctas + gaps, stride, own, gaps)
+    return Plan(kernel_for(layout, groups, form), requests, ctas + gaps, stride, own, gaps)
 
 
 def launch_scores(

@@ -34,7 +34,7 @@ struct Arguments {
   long long rank;
   long long first_key;  // position of the first key of column 0: a multiple of four pages
   long long stride;      // CTAs of a request, each of which takes every stride-th of its rounds
-  unsigned long long reciprocal;  // 2**64 / stride, rounded up; of no use where stride is 1
+  unsigned long long reciprocal;  // 2**64 / requests, rounded up; of no use where there is one
   long long rounds;      // of a CTA, at most
   long long gaps;        // CTAs that only wait
 };

@@ -1,0 +1,76 @@
+"""Run as a program under compute-sanitizer: every kernel of a backend, on small inputs.
+
+    compute-sanitizer --tool memcheck python tests/sanitized.py cuda
+
+Every call of the registry twice, the second of which no compilation delays; then the decode scorer in every
+layout, query length and form over ragged batches, with dependent launch. `make sanitize` runs all four tools.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from calls import CALLS, unserved
+from helpers import score
+
+from msa_icp import cases
+
+DEVICE = "cuda"
+
+
+def calls(backend: str) -> None:
+    """Every function that the backend serves."""
+    for name, make in CALLS.items():
+        if unserved(name, backend, DEVICE) is not None:
+            continue
+        for _ in range(2):
+            call = make(DEVICE, backend)
+            call.function(**call.arguments)
+        torch.cuda.synchronize()
+        print(name, flush=True)
+
+
+def decode_scores(backend: str) -> None:
+    """Batches whose requests end in every part of a page, with padding."""
+    for world_size, page_size in cases.LAYOUTS:
+        for query_len in (1, 2, 4, 8):
+            case = cases.decode_case(
+                "",
+                world_size,
+                page_size,
+                seq_lens=(page_size * 18 + 5, 0, page_size * 2, 1, page_size * 7 - 1),
+                decode_query_len=query_len,
+            )
+            for enable_pdl in (False, True):
+                score(case, world_size - 1, backend, DEVICE, enable_pdl=enable_pdl)
+        torch.cuda.synchronize()
+        print(f"scores of world size {world_size}, page size {page_size}", flush=True)
+
+
+def every_form() -> None:
+    """The forms of the CUDA scorer, whatever the schedule would choose for so small a batch."""
+    from msa_icp.bench import tune_decode_score as tune
+
+    forms = (
+        *(
+            (tune.Form(1, 4, chains, together, 2), 1)
+            for chains, together in ((1, False), (2, False), (1, True))
+        ),
+        *(
+            (tune.Form(2, 4, chains, together, 1), 3)
+            for chains, together in ((1, False), (2, False), (1, True))
+        ),
+    )
+    for form, rounds in forms:
+        with tune.using(tune.everywhere(form, rounds)):
+            decode_scores("cuda")
+        print(form, flush=True)
+
+
+if __name__ == "__main__":
+    (backend,) = sys.argv[1:]
+    calls(backend)
+    decode_scores(backend)
+    if backend == "cuda":
+        every_form()
