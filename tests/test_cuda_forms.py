@@ -80,7 +80,12 @@ def test_a_cta_of_many_rounds(monkeypatch, device, world_size, page_size, rounds
     assert not wrong.any(), wrong.nonzero()[:5]
 
 
-def test_a_plan_covers_every_round_and_no_more():
+@pytest.fixture
+def few_multiprocessors(monkeypatch):
+    monkeypatch.setattr(scorer.Kernel, "multiprocessors", staticmethod(lambda device: 4))
+
+
+def test_a_plan_covers_every_round_and_no_more(few_multiprocessors):
     device = torch.device("cpu")
     for requests, columns, query_len in itertools.product((1, 3, 64, 1025), (4, 252, 8192), (1, 4, 8)):
         for (world_size, page_size), dependent in itertools.product(LAYOUTS, (False, True)):
@@ -106,7 +111,7 @@ def test_rounds_are_found_without_a_division(requests):
     assert words == (5, words[1], 1, 0)
 
 
-def test_more_ctas_than_a_launch_takes():
+def test_more_ctas_than_a_launch_takes(few_multiprocessors):
     with pytest.raises(ValueError, match=r"^score_out: 2147483647 requests of 8192 columns"):
         scorer.plan(scorer.SCHEDULE, 2**31 - 1, 8192, (128, 4), 1, True, torch.device("cpu"))
 

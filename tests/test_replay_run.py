@@ -102,6 +102,16 @@ def test_prompts_have_an_indexer_of_their_own_where_the_backend_has_no_prefill(
     assert (other.digest, other.prefill_digest) == (outcome.digest, outcome.prefill_digest)
 
 
+@pytest.mark.exchange
+@pytest.mark.large
+@pytest.mark.parametrize("options", [{}, {"tagged": False, "chunk_tokens": 512}])
+def test_every_backend_selects_the_same(tmp_path, outcome, backend, device, options):
+    other = replay(small_plan(tmp_path, backend=backend, device=device, check_rows=10**6, **options))
+    assert other.rows_wrong == 0, other.first_wrong
+    assert other.digest == outcome.digest
+    assert other.prefill_digest == outcome.prefill_digest
+
+
 @pytest.mark.parametrize("options", [
     {"seed": 1},
     {"decode_steps": 3},

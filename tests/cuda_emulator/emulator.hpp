@@ -62,7 +62,7 @@ static thread_local Fiber fibers[kMostThreads];
 static thread_local unsigned threads, current;
 static thread_local unsigned long long progress, cta_number;
 static thread_local jmp_buf scheduler;
-static thread_local Meeting warps[kMostThreads / kLanes], some[16], cta, predecessor;
+static thread_local Meeting warps[kMostThreads / kLanes], cta, predecessor;
 static thread_local void (*body)(const void*);
 static thread_local const void* arguments;
 static thread_local std::string failure;
@@ -111,8 +111,6 @@ inline Gathered<T> gather(const char* what, const T& mine) {
   return all;
 }
 
-inline void meet_some(int barrier, unsigned count) { meet(some[barrier], "a barrier of some warps", count); }
-
 inline void meet_cta() { meet(cta, "a CTA barrier", threads); }
 
 // All threads wait here together, so everything that comes before has seen the memory as it was before the
@@ -141,7 +139,6 @@ inline void run_cta() {
   cta.arrived = predecessor.arrived = predecessor.generation = 0;
   copies_in_flight = 0;
   for (Meeting& warp : warps) warp.arrived = 0;
-  for (Meeting& barrier : some) barrier.arrived = 0;
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
     fiber.started = fiber.ended = fiber.waited = false;

@@ -16,17 +16,7 @@
 #include "device/group_scorer.cuh"
 #include "device/ptx/launch.cuh"
 
-constexpr int kRoundColumns = kWarps / kPagePieces;  // and teams of warps that share a page
-
-__device__ __forceinline__ void meet_team(int team) {
-  if constexpr (kRoundColumns == 1) {
-    meet_cta();
-  } else if (team == 0) {
-    meet_warps<1, kPagePieces>();
-  } else {
-    meet_warps<2, kPagePieces>();
-  }
-}
+constexpr int kRoundColumns = kWarps / kPagePieces;
 
 template <class Scorer, int kGroups, int kStages>
 __device__ __forceinline__ void score(const Arguments& with) {
@@ -141,7 +131,7 @@ __device__ __forceinline__ void score(const Arguments& with) {
           for (int i = 0; i < 2; ++i) team[warp % kPagePieces][group * kGroup + lane * 2 + i] = best.of[group][i];
         }
       }
-      meet_team(warp / kPagePieces);
+      meet_cta();
       if (warp % kPagePieces == piece % kPagePieces && lane < kHeads * static_cast<int>(with.query_len) && column < written) {
         float most = team[0][lane];
 #pragma unroll

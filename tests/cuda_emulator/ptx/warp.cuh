@@ -32,8 +32,3 @@ inline int number_of_ones(unsigned bits) { return __builtin_popcount(bits); }
 inline void meet_warp() { emulator::gather("a warp barrier", 0); }
 
 inline void meet_cta() { emulator::meet_cta(); }
-
-template <int kBarrier, int kMeeting>
-inline void meet_warps() {
-  emulator::meet_some(kBarrier, kMeeting * kWarpSize);
-}

@@ -35,10 +35,3 @@ __device__ __forceinline__ void meet_warp() {
 __device__ __forceinline__ void meet_cta() {
   __syncthreads();
 }
-
-// The same for `kMeeting` warps of a CTA, whose barrier is `kBarrier`, 1 to 15. A constant: a CTA takes all barriers of its
-// multiprocessor where the compiler cannot see which.
-template <int kBarrier, int kMeeting>
-__device__ __forceinline__ void meet_warps() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kMeeting * kWarpSize) : "memory");
-}
