@@ -63,41 +63,49 @@ def prefill(document: dict[str, Any], to: Path) -> None:
 
 
 def decode_score(document: dict[str, Any], to: Path) -> None:
-    """Plain read / ours over the bytes of K: a panel a query length, a colour a layout."""
+    """Plain read / ours over the bytes of K: a line of panels a backend, a panel a query length."""
     rows = document["rows"]
+    backends = sorted({row["backend"] for row in rows})
     query_lens = sorted({row["query_len"] for row in rows})
     figure, panels = plt.subplots(
-        1,
+        len(backends),
         len(query_lens),
-        figsize=(3.6 * len(query_lens), 3.8),
+        figsize=(3.6 * len(query_lens), 3.4 * len(backends)),
+        sharex=True,
         sharey=True,
         squeeze=False,
         layout="constrained",
     )
-    for panel, query_len in zip(panels[0], query_lens, strict=True):
-        for layout, color in COLORS.items():
-            for ragged, marker in ((False, "o-"), (True, "x")):
-                points = sorted(
-                    (row["bytes"] / 1e6, row["plain_read_us"] / row["us"])
-                    for row in rows
-                    if row["layout"] == layout
-                    and row["query_len"] == query_len
-                    and isinstance(row["keys"], str) == ragged
-                )
-                label = None if ragged else layout
-                panel.plot(*zip(*points, strict=True), marker, color=color, label=label, markersize=5)
-        panel.axhline(1, color="#888888", linewidth=0.8)
-        panel.set_xscale("log")
-        panel.set_title(f"query length {query_len}", fontsize=10)
+    for line, backend in zip(panels, backends, strict=True):
+        for panel, query_len in zip(line, query_lens, strict=True):
+            mine = [row for row in rows if (row["backend"], row["query_len"]) == (backend, query_len)]
+            _of_plain_read(panel, mine)
+            panel.set_title(f"{backend}, query length {query_len}", fontsize=10)
+        line[0].set_ylabel("plain read / ours")
+    for panel in panels[-1]:
         panel.set_xlabel("MB of K a launch")
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("plain read / ours")
     panels[0][0].set_ylim(bottom=0)
-    panels[0][-1].legend(fontsize=8, loc="upper right", title="x: ragged batches", title_fontsize=8)
-    backend = ", ".join(sorted({row["backend"] for row in rows}))
-    figure.suptitle(f"Decode scorer ({backend}), {document['card']}, torch {document['torch']}", fontsize=11)
+    panels[0][-1].legend(fontsize=8, loc="lower right", title="x: ragged batches", title_fontsize=8)
+    figure.suptitle(f"Decode scorer, {document['card']}, torch {document['torch']}", fontsize=11)
     figure.savefig(to, dpi=110)
     print(f"wrote {to}")
+
+
+def _of_plain_read(panel: Any, rows: list[dict[str, Any]]) -> None:
+    """One panel, a colour a layout."""
+    for layout, color in COLORS.items():
+        for ragged, marker in ((False, "o-"), (True, "x")):
+            points = sorted(
+                (row["bytes"] / 1e6, row["plain_read_us"] / row["us"])
+                for row in rows
+                if row["layout"] == layout and isinstance(row["keys"], str) == ragged
+            )
+            if points:
+                label = None if ragged else layout
+                panel.plot(*zip(*points, strict=True), marker, color=color, label=label, markersize=5)
+    panel.axhline(1, color="#888888", linewidth=0.8)
+    panel.set_xscale("log")
+    panel.grid(alpha=0.3)
 
 
 def decode_chain(document: dict[str, Any], to: Path) -> None:
