@@ -191,8 +191,9 @@ def _score(
     ONE_WAVE: tl.constexpr,
 ):
     TILE_PAGES: tl.constexpr = TILE // ROWS
-    request = tl.program_id(1)
-    tile = tl.program_id(0)
+    # Requests alternate, so that the programs of long ones, which run longest, are not all at the end.
+    request = tl.program_id(0)
+    tile = tl.program_id(1)
     tensors = index_q, index_k, score_out
     sizes = pages, page_pitch, columns, first_column, query_len, first_key, token_stride, head_stride
     table_row = block_table + request * table_stride + first_column
@@ -222,12 +223,12 @@ def _score(
         wait_for_predecessor(DEPENDENT)
         while tile < tiles:  # no range: the interpreter's takes no tensors from NumPy 2.4 on
             page = _load_pages(table_row, tile, width, TILE_PAGES)
-            last = tile + tl.num_programs(0) >= tiles
+            last = tile + tl.num_programs(1) >= tiles
             _score_tile(
                 tensors, sizes, request, seq_len, tile, 0, last, page, PAGE, ROWS, KEY_STEP, GROUPS, GROUP,
                 TILE, INTERLEAVE, E4M3, DEPENDENT, False,
             )  # fmt: skip
-            tile += tl.num_programs(0)
+            tile += tl.num_programs(1)
 
 
 def _kernel(registers: int) -> Kernel:
@@ -298,7 +299,7 @@ def _plan(
     one_tile = programs == tiles
     one_wave = dependent and one_tile and tiles * requests <= residents
     chosen, constants = variant(layout, query_len, target, dependent, one_tile, one_wave)
-    return chosen, (programs, requests), constants
+    return chosen, (requests, programs), constants
 
 
 def launch_scores(
