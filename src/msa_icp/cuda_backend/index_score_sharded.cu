@@ -5,6 +5,9 @@
 // in shared memory, in a ring of kStages, and every warp group multiplies it by its queries while the next tile is
 // converted and the one after that is on its way in registers.
 //
+// The warp groups take turns in two halves: while the products of one half run, the other takes the maxima of its own,
+// which would else find the matrix units idle in all of them at once.
+//
 // Launch: CTAs (workers), kThreads threads, kStages * kStageBytes of dynamic shared memory.
 
 #include "device/fragments.cuh"
@@ -19,6 +22,7 @@ constexpr int kBlock = 128;
 constexpr int kItemTokens = 64;
 constexpr int kUnitBlocks = 4;
 constexpr int kGroups = 4;  // warp groups
+constexpr int kHalves = 2;  // of the warp groups, which take turns
 constexpr int kWarps = kGroups * kGroupWarps;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kGroupTokens = kItemTokens / kGroups;
@@ -134,22 +138,32 @@ __device__ __forceinline__ bool has_row(const Arguments& with, const Item& item,
   return token < item.tokens && row >= 0 && row < with.total_q;
 }
 
-__device__ __forceinline__ void take_queries(unsigned (&queries)[kSteps][4], const Arguments& with, const Item& item,
-                                             int row) {
+// Two rows of queries of a thread, on their way.
+struct QueryRows {
+  Words halves[2][2];
+
+  __device__ __forceinline__ void fetch(const Arguments& with, const Item& item, int row) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int token = (row + 8 * i) / kHeads;
-    Words halves[2] = {};
-    if (has_row(with, item, token)) {
-      const unsigned char* from =
-          with.q + ((item.first_row + token) * kHeads + row % kHeads) * kDim + threadIdx.x % 4 * 16;
-      halves[0] = load(reinterpret_cast<const Words*>(from));
-      halves[1] = load(reinterpret_cast<const Words*>(from + kHalf));
+    for (int i = 0; i < 2; ++i) {
+      const int token = (row + 8 * i) / kHeads;
+      halves[i][0] = halves[i][1] = Words{};
+      if (has_row(with, item, token)) {
+        const unsigned char* from =
+            with.q + ((item.first_row + token) * kHeads + row % kHeads) * kDim + threadIdx.x % 4 * 16;
+        halves[i][0] = load(reinterpret_cast<const Words*>(from));
+        halves[i][1] = load(reinterpret_cast<const Words*>(from + kHalf));
+      }
     }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) step_share(halves, step, queries[step][i], queries[step][i + 2]);
   }
-}
+
+  __device__ __forceinline__ void convert(unsigned (&queries)[kSteps][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) step_share(halves[i], step, queries[step][i], queries[step][i + 2]);
+    }
+  }
+};
 
 __device__ __forceinline__ void store_column(const Arguments& with, float* scores, int column, int last_key,
                                              float score) {
@@ -233,6 +247,7 @@ struct Ring {
   unsigned char* stages;
   Barrier* full;
   Barrier* empty;
+  Barrier* turn;  // of each half: the other's products have ended
 };
 
 // Tiles `begin` to `end` of an item; `done`: tiles of the ring before them.
@@ -240,12 +255,18 @@ __device__ __forceinline__ void do_piece(const Arguments& with, const Piece& pie
                                          unsigned done) {
   const int lane = threadIdx.x % kWarpSize;
   const int group = threadIdx.x / (kGroupWarps * kWarpSize);
+  const int half = group / (kGroups / kHalves);
   const int row = threadIdx.x / kWarpSize * 16 + lane / 4;
-  unsigned queries[kSteps][4];
-  take_queries(queries, with, piece.item, row);
-
+  // Pages, queries and the first keys are on their way together.
+  const int first_page = TileShare::page_of(with, piece.item.segment, begin);
+  const int second_page = begin + 1 < end ? TileShare::page_of(with, piece.item.segment, begin + 1) : -1;
+  int next_page = TileShare::page_of(with, piece.item.segment, begin + 2);
+  QueryRows rows;
+  rows.fetch(with, piece.item, row);
   TileShare share;
-  share.fetch(with, TileShare::page_of(with, piece.item.segment, begin));
+  share.fetch(with, first_page);
+  unsigned queries[kSteps][4];
+  rows.convert(queries);
   const auto convert = [&](unsigned tile) {
     const unsigned stage = tile % kStages;
     const unsigned use = tile / kStages;
@@ -256,14 +277,15 @@ __device__ __forceinline__ void do_piece(const Arguments& with, const Piece& pie
     if (lane == 0) arrive(&ring.full[stage]);
   };
   convert(done);
-  share.fetch(with, begin + 1 < end ? TileShare::page_of(with, piece.item.segment, begin + 1) : -1);
-  int next_page = TileShare::page_of(with, piece.item.segment, begin + 2);
+  share.fetch(with, second_page);
 
   for (int tile = begin; tile < end; ++tile, ++done) {
     const unsigned stage = done % kStages;
     const unsigned char* keys = ring.stages + stage * kStageBytes;
     float sums[64];
     wait_for(&ring.full[stage], done / kStages % 2);
+    // The first half begins; then each waits for the other's products of the turn before.
+    if (half > 0 || done > 0) wait_for(&ring.turn[half], (done + (half > 0 ? 0 : 1)) % 2);
     // Warp groups without a token multiply as well: a condition here makes the compiler wait for each product.
     begin_products();
 #pragma unroll
@@ -278,6 +300,7 @@ __device__ __forceinline__ void do_piece(const Arguments& with, const Piece& pie
       next_page = TileShare::page_of(with, piece.item.segment, tile + 3);
     }
     wait_for_products(sums);
+    if (lane == 0) arrive(&ring.turn[1 - half]);
     if (tile * kTilePages * PAGE <= piece.most[group]) {
       const bool all_seen = (tile + 1) * kTilePages * PAGE - 1 <= piece.least[group];
       store_scores(with, sums, piece, row, tile, all_seen);
@@ -290,17 +313,19 @@ __device__ __forceinline__ void do_piece(const Arguments& with, const Piece& pie
 extern "C" __global__ void __launch_bounds__(kThreads, 1) index_score_sharded(const __grid_constant__ Arguments with) {
   __shared__ Barrier full[kStages];
   __shared__ Barrier empty[kStages];
+  __shared__ Barrier turn[kHalves];
   __shared__ Piece piece;
   if (threadIdx.x < kStages) {
     make_barrier(&full[threadIdx.x], kWarps);
     make_barrier(&empty[threadIdx.x], kWarps);
+    if (threadIdx.x < kHalves) make_barrier(&turn[threadIdx.x], kWarps / kHalves);
     publish_barriers();
   }
   wait_for_predecessor();
   release_dependents();
   meet_cta();
 
-  const Ring ring = {dynamic_shared(), full, empty};
+  const Ring ring = {dynamic_shared(), full, empty, turn};
   const unsigned long long range = static_cast<unsigned long long>(load(with.work_range + blockIdx.x));
   const int first_item = static_cast<int>(range & 0xffff);
   const int first_unit = static_cast<int>(range >> 16 & 0xffff);
