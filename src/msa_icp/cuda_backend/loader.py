@@ -14,7 +14,6 @@ import re
 import struct
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,13 +168,18 @@ class Kernel:
         self, grid: tuple[int, int, int], words: Sequence[int], device: torch.device, dependent: bool
     ) -> None:
         """Launch, whether the thread records or not."""
-        with _current(device):
-            function = self._loaded.get(device.index)
-            if function is None:
-                function = self.load(device)
-            # As Triton's launcher asks: `current_stream` makes an object, 1 us of host time.
-            stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-            self._launcher(dependent)(function, grid, words, stream)
+        current = torch.cuda.current_device()
+        index = device.index
+        if index is not None and index != current:
+            with torch.cuda.device(device):
+                self.launch(grid, words, device, dependent)
+            return
+        function = self._loaded.get(index)
+        if function is None:
+            function = self.load(device)
+        # As Triton's launcher asks: `current_stream` makes an object, 1 us of host time.
+        stream = torch._C._cuda_getCurrentRawStream(current)
+        self._launcher(dependent)(function, grid, words, stream)
 
     def _launcher(self, dependent: bool) -> _Launcher:
         """This thread's."""
@@ -198,7 +202,7 @@ class Kernel:
 
     def load(self, device: torch.device) -> Any:
         """Compile and load on `device`, where that has not been done."""
-        with self._lock, _current(device):
+        with self._lock, torch.cuda.device(-1 if device.index is None else device.index):
             if device.index not in self._loaded:
                 if torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(
@@ -278,9 +282,3 @@ def _checked(answer: tuple[Any, ...]) -> Any:
         _, text = driver.cuGetErrorString(status)
         raise RuntimeError(f"CUDA: {status.name}: {text.decode() if text else 'unknown error'}")
     return values[0] if values else None
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    if device.index is None or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -152,13 +151,16 @@ class Kernel:
         if INTERPRETED:
             self.function[grid](*map(_interpreted, arguments, self.types.values()), *constants)
             return
-        with _current(device):
-            launch = self._loaded.get((device.index, constants))
-            if launch is None:
-                launch = self.load(constants, device)
-            # An address saves the launcher the look into the tensor, and fp8 its way through uint8.
-            addresses = map(Tensor.data_ptr, arguments[: self.pointers])
-            launch(device, (*grid, 1, 1)[:3], (*addresses, *arguments[self.pointers :], *constants))
+        if device.index is not None and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.launch(grid, arguments, constants, device)
+            return
+        launch = self._loaded.get((device.index, constants))
+        if launch is None:
+            launch = self.load(constants, device)
+        # An address saves the launcher the look into the tensor, and fp8 its way through uint8.
+        addresses = map(Tensor.data_ptr, arguments[: self.pointers])
+        launch(device, (*grid, 1, 1)[:3], (*addresses, *arguments[self.pointers :], *constants))
 
     def load(self, constants: tuple[Any, ...], device: torch.device) -> Any:
         """What launches the variant of these constants; compiled and loaded where it is not yet."""
@@ -166,7 +168,7 @@ class Kernel:
             return None
         key = (device.index, constants)
         if key not in self._loaded:
-            with _current(device):
+            with torch.cuda.device(-1 if device.index is None else device.index):
                 if torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(
                         f"{self.function.__name__} is not loaded on {device} yet, and nothing can be loaded "
@@ -235,12 +237,3 @@ def _sample(kind: Any) -> Any:
 def _interpreted(argument: Any, kind: Any) -> Any:
     """What the interpreter takes: it goes by a tensor's dtype, the compiled kernel by its declaration."""
     return argument.view(_TORCH_DTYPES[kind.element_ty]) if isinstance(argument, Tensor) else argument
-
-
-_AS_IT_IS = nullcontext()
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    if device.index is None or device.index == torch.cuda.current_device():
-        return _AS_IT_IS
-    return torch.cuda.device(device)
