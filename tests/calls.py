@@ -288,7 +288,13 @@ CALLS: dict[str, Callable[[str, str], Call]] = {
     ),
 }
 EXCHANGE = {"publish", "merge", "received", "fused", "storage"}
-PREFILL = {"device-plan", "prefill-score", "prefill-select", "prefill-fused"}
+PREFILL = {
+    "device-plan": "index_score_sharded_plan_device",
+    "prefill-score": "index_score_sharded",
+    "prefill-select": "topk_select_prefill",
+    "prefill-fused": "prefill_score_select",
+}
+"""The op of a call that not every backend has."""
 
 
 def unserved(name: str, backend: str, device: str) -> str | None:
@@ -296,4 +302,4 @@ def unserved(name: str, backend: str, device: str) -> str | None:
     kind = name.split()[0]
     if kind in EXCHANGE:
         return verify.no_exchange(backend, device)
-    return verify.no_prefill(backend) if kind in PREFILL else None
+    return verify.no_prefill(backend, [PREFILL[kind]]) if kind in PREFILL else None

@@ -95,7 +95,7 @@ def calls(backend: str, where: str) -> Iterator[Callable[[], None]]:
         yield partial(write_keys, where, backend, shape)
         if not verify.no_prefill(backend):
             yield from guarded_prefill.calls(backend, where, world_size, page_size, rank)
-    if not verify.no_prefill(backend):
+    if not verify.no_prefill(backend, ["topk_select_prefill"]):
         for tokens, columns in ((1, 1), (3, 17), (2, 40)):
             yield partial(guarded_prefill.prefill_select, where, backend, tokens, columns)
     for world_size in (2, 4):

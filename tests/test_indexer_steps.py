@@ -11,7 +11,7 @@ from helpers import SHORT_SPIN, assert_same, interpreted_only_if, snapshot
 from test_indexer import batch, comm_of, window
 
 import msa_icp
-from msa_icp import cases, indexer, launches, verify
+from msa_icp import cases, dispatch, indexer, launches, verify
 from msa_icp.cases import bits
 from msa_icp.prefill_cases import prefill_case
 
@@ -248,6 +248,23 @@ def test_prefill_layers(backend, device, fused):
     assert all(torch.equal(a, bits(b)) for a, b in zip(before, ranks.carriers, strict=True))
     assert [len(step.record(ranks.queries, own)) for step, own in zip(steps, first, strict=True)]
     assert not torch.equal(again, ranks.truth() + 1)
+
+
+CUDA_DEVICES = [d for d in ("cpu", "cuda") if msa_icp.backends(d)["cuda"] is None]
+
+
+@pytest.mark.parametrize("device", CUDA_DEVICES, ids=lambda device: f"cuda-{device}")
+@pytest.mark.parametrize("fused", [False, True])
+def test_prefill_layers_of_several_backends(monkeypatch, device, fused):
+    """As "cake" is on a Hopper GPU: `cuda` scores, selects and merges; plan and fused form are another's."""
+    monkeypatch.setattr(dispatch, "_by_preference", lambda device: dispatch.NAMES)
+    monkeypatch.setattr(dispatch, "_found", {})
+    ops = ("index_score_sharded", "topk_select_prefill", "merge_candidates")
+    others = ("index_score_sharded_plan_device", "prefill_score_select")
+    for op in ops + others:
+        chosen = dispatch.implementation(op, "cake", torch.device(device))
+        assert ("cuda_backend" in chosen.__module__) == (op in ops), op
+    test_prefill_layers("cake", device, fused)
 
 
 @pytest.mark.prefill

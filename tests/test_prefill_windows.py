@@ -18,9 +18,10 @@ import msa_icp
 from msa_icp import cases, prefill_cases, verify
 from msa_icp.cases import FP8, LAYOUTS, bits, fp8, ones, poisoned
 from msa_icp.prefill_cases import RECORDED_SHAPES, prefill_case, recorded_window
+from msa_icp.verify.comparison import PREFILL_STEPS
 from msa_icp.verify.prefill import plan_on_device, run_fused, run_merge, run_scores, run_select
 
-pytestmark = pytest.mark.prefill
+pytestmark = pytest.mark.prefill(PREFILL_STEPS)
 layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
 SHORT = [shape for shape in RECORDED_SHAPES if shape[0] < 4096]
 
@@ -52,8 +53,18 @@ def test_random(backend, device, world_size, page_size, name):
     assert_case(next(case for case in cases_ if case.name == name), backend, device)
 
 
-def carriers_of(case, backend, device, *, fused=True, extra_valid=0):
-    """The carriers of all ranks, for tokens with `extra_valid` blocks more than their causal prefix has."""
+def no_fused(backend):
+    return verify.no_prefill(backend, ["prefill_score_select"])
+
+
+def carriers_of(case, backend, device, *, fused=None, extra_valid=0):
+    """The carriers of all ranks, for tokens with `extra_valid` blocks more than their causal prefix has.
+
+    `fused` None: by the fused form where the backend has it.
+    """
+    if fused and no_fused(backend):
+        pytest.skip(no_fused(backend))
+    fused = not no_fused(backend) if fused is None else fused
     plan, num_valid = plan_on_device(case, backend, device), case.num_valid_pages() + extra_valid
     if fused:
         return [run_fused(case, plan, rank, backend, num_valid) for rank in range(case.world_size)]
@@ -91,6 +102,8 @@ def test_17_head_major_scores_and_token_major_carriers_are_refused(backend, devi
             backend=backend,
         )
     assert (bits(head_major) == cases.POISON).all()
+    if no_fused(backend):
+        return
     token_major = poisoned((7, HEADS, 33), torch.int32, device).transpose(0, 1)
     with pytest.raises(ValueError, match=r"^carrier\.stride\(0\): must be at least"):
         run_fused(case, plan, 0, backend, num_valid, carrier=token_major)
@@ -142,7 +155,7 @@ def test_18_one_million_tokens(backend, device, world_size, page_size, fused):
 def test_18_beyond_one_million_tokens(backend, device, page_size):
     """Blocks at and past 8192 are no candidates, though they score best and their tokens are there."""
     case = long_context(2, page_size, 8300, list(range(8192, 8300)), local_blocks=4)
-    for fused in (True, False):
+    for fused in (None, False):
         merged = run_merge(case, carriers_of(case, backend, device, fused=fused), backend)
         assert merged.tolist() == [[list(range(16))] * HEADS] * 3
 

@@ -12,7 +12,7 @@ import msa_icp
 from msa_icp import cases, reference, verify
 from msa_icp.cases import bits, poisoned
 
-pytestmark = pytest.mark.prefill
+pytestmark = pytest.mark.prefill(["topk_select_prefill"])
 
 
 def select(scores, num_valid, backend, *, force=(0, 0), scale=1, offset=0, carrier=None):
@@ -94,6 +94,40 @@ def test_ties_go_to_the_lower_id_at_any_width(backend, device):
         rows = select(scores, [columns], backend)[:, 0, 16:32].tolist()
         assert rows[0] == rows[1] == rows[3] == list(range(16))
         assert rows[2] == [*range(14), columns - 2, columns - 1]
+
+
+def uneven_rows(columns: int) -> torch.Tensor:
+    """Score rows of every shape that a selection by classes or parts may trip over: `[T, 4, columns]`."""
+    gen = cases.generator(columns)
+    column = torch.arange(columns)
+    noise = torch.randn(4, columns, generator=gen)
+    few = torch.randint(-3, 4, (4, columns), generator=gen).float()
+    hole = torch.rand(4, columns, generator=gen) < 0.99
+    nan, inf = float("nan"), float("inf")
+    rows = [
+        noise,
+        few,
+        torch.where(few == 0, -0.0, few.clamp(max=0.0)),
+        column.float().expand(4, -1) * torch.tensor([[1.0], [-1.0], [0.0], [0.25]]),
+        torch.where((column // 40) % 23 == 7, noise + 9, noise),  # neighbours
+        torch.where(column % 32 == 5, noise + 9, noise),  # every 32nd
+        torch.where(column % 32 < 15, few.clamp(min=0), -1.0),
+        torch.where(hole, -inf, noise),
+        torch.where(hole, nan, few),
+        torch.where(column % 3 == 1, nan, torch.where(column % 3 == 2, -inf, few)),
+        torch.full((4, columns), nan),
+    ]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("columns", [33, 1000, 1025, 2100])
+@pytest.mark.parametrize("force", [(0, 0), (3, 13)])
+def test_uneven_rows(backend, device, columns, force):
+    """Of fewer and of more columns than a backend looks at together."""
+    scores = uneven_rows(columns)
+    num_valid = [columns] * len(scores)
+    got = select(scores.to(device), num_valid, backend, force=force)
+    assert torch.equal(got.cpu(), expected(scores, num_valid, force))
 
 
 @pytest.mark.parametrize(("scale", "offset"), [(1, 0), (2, 0), (2, 1)])

@@ -70,6 +70,7 @@ BASELINE = (
 CUDA_BASELINE = (
     "test_cuda_forms.py",
     "test_topk_select_publish.py",
+    "test_topk_select_prefill.py",
     "test_merge_candidates.py",
     "test_exchange.py",
     "-k",

@@ -8,9 +8,46 @@ KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 1-
 KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
 KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
 KERNEL_WINDOW_TESTS = ("test_index_score_sharded.py", "-k", "cuda-cpu and not alignment and not any_window")
+KERNEL_PREFILL_SELECT_TESTS = ("test_topk_select_prefill.py", "-k", "cuda-cpu")
 KERNEL_MERGE_TESTS = ("test_merge_candidates.py", "test_exchange.py", "-k", "cuda-cpu")
 
 MUTANTS = (
+    Mutant(
+        "a prefill kernel's floor is one lane too high",
+        (("cuda_backend/topk_select_prefill.cu", "above < kTop ?", "above < kTop - 1 ?"),),
+        KERNEL_PREFILL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a prefill kernel keeps too few of the columns that equal its floor",
+        (("cuda_backend/topk_select_prefill.cu", "while (found < kTop &&", "while (found < 1 &&"),),
+        KERNEL_PREFILL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a prefill kernel does not make way among the best of earlier columns",
+        (
+            (
+                "cuda_backend/topk_select_prefill.cu",
+                "lane + keys_above(shared.offered, count, key)",
+                "lane",
+            ),
+        ),
+        KERNEL_PREFILL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a prefill kernel forces the blocks of the first chunk in every one",
+        (
+            (
+                "cuda_backend/topk_select_prefill.cu",
+                "~bits_before(forced_end - first, lane)",
+                "~bits_before(forced_end, lane)",
+            ),
+        ),
+        KERNEL_PREFILL_SELECT_TESTS,
+        emulated=True,
+    ),
     Mutant(
         "a kernel masks the second half of a fragment by the first",
         (

@@ -128,7 +128,8 @@ class Workload:
         self.q = random_keys(tokens * NUM_HEADS * HEAD_DIM, device).view(torch.float8_e4m3fn)
         self.q = self.q.view(tokens, NUM_HEADS, HEAD_DIM)
         width = msa_icp.msa_icp_index_score_columns(most, layout.page_size)
-        self.scores = torch.full((tokens, NUM_HEADS, width), float("-inf"), device=device)
+        # Where only the selection is measured nothing else writes them.
+        self.scores = torch.randn((tokens, NUM_HEADS, width), device=device)
         positions = [torch.arange(p, p + n) for n, p in window.segments]
         self.num_valid = (torch.cat(positions) // 128 + 1).to(torch.int32).to(device)
         self.carrier = torch.empty((NUM_HEADS, tokens, 33), dtype=torch.int32, device=device)

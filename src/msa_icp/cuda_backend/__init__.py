@@ -20,6 +20,8 @@ from .index_score_sharded import kernels as _prefill_score_kernels
 from .loader import Kernel
 from .merge_candidates import kernels as _merge_kernels
 from .merge_candidates import merge_candidates
+from .topk_select_prefill import kernels as _prefill_select_kernels
+from .topk_select_prefill import topk_select_prefill
 from .topk_select_publish import kernels as _publish_kernels
 from .topk_select_publish import topk_select_publish
 from .write_index_keys import kernels as _write_kernels
@@ -32,6 +34,7 @@ __all__ = [
     "kernels",
     "merge_candidates",
     "not_installed",
+    "topk_select_prefill",
     "topk_select_publish",
     "unavailable",
     "warmup",
@@ -59,7 +62,12 @@ def not_installed() -> str | None:
 def kernels() -> Iterator[Kernel]:
     """Every kernel of the backend."""
     return chain(
-        _score_kernels(), _publish_kernels(), _merge_kernels(), _write_kernels(), _prefill_score_kernels()
+        _score_kernels(),
+        _publish_kernels(),
+        _merge_kernels(),
+        _write_kernels(),
+        _prefill_score_kernels(),
+        _prefill_select_kernels(),
     )
 
 

@@ -11,7 +11,7 @@ from .. import cases, dispatch, prefill_cases
 from ..cases import DecodeCase, PagedCase
 from ..prefill_cases import PrefillCase
 from . import decode, prefill
-from .comparison import Result, is_slow, no_prefill
+from .comparison import PREFILL_STEPS, Result, is_slow, no_prefill
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,7 @@ def _check_all(names: Sequence[str], device: str, console: Console) -> list[Resu
             if isinstance(case, DecodeCase):
                 decode.check_case(result, case, name, device)
             elif isinstance(case, PrefillCase):
-                result.skipped = no_prefill(name) or ""
+                result.skipped = no_prefill(name, PREFILL_STEPS) or ""
                 if not result.skipped:
                     prefill.check_case(result, case, name, device)
     return list(results.values())

@@ -24,6 +24,8 @@ PREFILL_OPS = (
     "topk_select_prefill",
     "prefill_score_select",
 )
+PREFILL_STEPS = ("index_score_sharded", "topk_select_prefill")
+"""What makes a carrier in two steps, along the plan of whichever backend has one."""
 
 
 @dataclass(frozen=True)

@@ -259,9 +259,11 @@ def check_case(result: Result, case: PrefillCase, backend: str, device: str) -> 
             truth = carrier_truth(case, rank, scores, num_valid, compact=compact)
             carrier = run_select(case, rank, scores, backend, num_valid, compact=compact)
             result.rows += result.compare(f"carrier, {where}", (carrier.cpu() != truth).any(-1))
-            fused = run_fused(case, plan, rank, backend, num_valid)
-            result.rows += result.compare(f"carrier, fused, {where}", (fused.cpu() != truth).any(-1))
             carriers.append(carrier)
+            result.skipped = no_prefill(backend, ["prefill_score_select"]) or ""
+            if not result.skipped:
+                fused = run_fused(case, plan, rank, backend, num_valid)
+                result.rows += result.compare(f"carrier, fused, {where}", (fused.cpu() != truth).any(-1))
     reason = no_exchange(backend, device)
     if reason is not None:
         result.skipped = f"no exchange: {reason}"

@@ -16,6 +16,8 @@ inline T load(const T* from) {
   return *from;
 }
 
+inline float load_where(bool there, const float* from, float otherwise) { return there ? load(from) : otherwise; }
+
 template <class T>
 inline void store(T* to, const T& value) {
   check_aligned(to);

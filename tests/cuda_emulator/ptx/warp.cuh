@@ -12,6 +12,16 @@ inline int from_lane_across(int value, int distance) {
   return emulator::gather("a shuffle across", value).of[emulator::lane() ^ distance];
 }
 
+inline int from_lane_before(int value, int distance) {
+  const int lane = emulator::lane();
+  return emulator::gather("a shuffle from before", value).of[lane < distance ? lane : lane - distance];
+}
+
+inline unsigned smallest_of_warp(unsigned value) {
+  for (const unsigned other : emulator::gather("a smallest value", value).of) value = other < value ? other : value;
+  return value;
+}
+
 inline bool true_for_all(bool value) {
   const auto all = emulator::gather("a vote", value);
   for (const bool one : all.of) {
@@ -28,6 +38,8 @@ inline unsigned lanes_where(bool value) {
 }
 
 inline int number_of_ones(unsigned bits) { return __builtin_popcount(bits); }
+
+inline int lowest_one(unsigned bits) { return __builtin_ctz(bits); }
 
 inline void meet_warp() { emulator::gather("a warp barrier", 0); }
 

@@ -11,12 +11,21 @@ constexpr int kPaddingId = -1;
 // The better candidate has the larger key, no two blocks have the same, and 0 is no candidate.
 using Key = unsigned long long;
 
+// Bits of a float as an unsigned number that grows with it, and back.
+__device__ __forceinline__ unsigned ordered_bits(int bits) {
+  return static_cast<unsigned>(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
+}
+
+__device__ __forceinline__ int unordered_bits(unsigned ordered) {
+  const int bits = static_cast<int>(ordered ^ 0x80000000u);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+
 // From the top: forced or not, the score (NaN as -inf, -0.0 as +0.0), the lower id.
 __device__ __forceinline__ Key ranking_key(float score, int id, int num_valid, int force_begin, int force_end) {
   if (id < 0 || id >= num_valid || id >= kMostBlocks) return 0;
   const float number = score == score ? score + 0.0f : minus_infinity();
-  const int bits = bits_of(number);
-  const unsigned ordered = static_cast<unsigned>(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
+  const unsigned ordered = ordered_bits(bits_of(number));
   const bool forced = id < force_begin || id >= num_valid - force_end;
   return (static_cast<Key>(forced) << 32 | ordered) << kIdBits | static_cast<unsigned>(kMostBlocks - 1 - id);
 }
@@ -27,8 +36,11 @@ __device__ __forceinline__ int block_of(Key key) {
 
 // The bits of a key's score: the raw ones of a score that is neither NaN nor -0.0.
 __device__ __forceinline__ int score_bits_of(Key key) {
-  const int ordered = static_cast<int>(static_cast<unsigned>(key >> kIdBits) ^ 0x80000000u);
-  return ordered ^ (ordered >> 31 & 0x7fffffff);
+  return unordered_bits(static_cast<unsigned>(key >> kIdBits));
+}
+
+__device__ __forceinline__ bool is_forced(Key key) {
+  return key >> (kIdBits + 32) != 0;
 }
 
 // How many of `count` keys in shared memory, an even number, are larger.

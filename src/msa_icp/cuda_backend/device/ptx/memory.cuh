@@ -16,6 +16,22 @@ __device__ __forceinline__ float load(const float* from) {
   return value;
 }
 
+// Reads only where the value is `there`. A branch around a load would keep others from being on their way with it.
+__device__ __forceinline__ float load_where(bool there, const float* from, float otherwise) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .pred there;\n"
+      "setp.ne.b32 there, %2, 0;\n"
+      "mov.f32 %0, %3;\n"
+      "@there ld.global.f32 %0, [%1];\n"
+      "}"
+      : "=&f"(value)
+      : "l"(from), "r"(static_cast<int>(there)), "f"(otherwise)
+      : "memory");
+  return value;
+}
+
 __device__ __forceinline__ long long load(const long long* from) {
   long long value;
   asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
