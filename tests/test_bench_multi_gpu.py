@@ -362,7 +362,7 @@ def test_places(monkeypatch, cards, allowed, place):
     assert bool(timed) == (place == teams.OWN_CARDS)
 
 
-def test_a_backend_with_a_scorer_alone_is_mixed_with_another():
+def test_a_backend_without_a_plan_is_mixed_with_another():
     both = ["score, select", "fused"]
     assert prefill.served(["torch"]) == [("torch", both)]
     assert prefill.served(["cuda"]) == [("cake", both[:1])]

@@ -25,6 +25,8 @@ LOCAL = {"score, select": ("score", "select"), "fused": ("fused",)}
 """How a rank's rows come to be."""
 _MIXED = "score, select"
 """The form in which several backends may have a part."""
+_PLAN = "index_score_sharded_plan_device"
+"""The op without which a backend cannot serve a window alone."""
 
 
 class _Chain:
@@ -105,9 +107,9 @@ def part(rank: Rank, windows: Sequence[Window], page_sizes: Sequence[int], until
 
 
 def served(backends: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The forms that each backend has all ops for.
+    """The forms that each backend has all ops for, the device's plan among them.
 
-    Where one has its scorer alone, there is "cake" as well, which takes the best backend of each op.
+    Where one has some of the ops alone, there is "cake" as well, which takes the best backend of each op.
     """
     found = [(backend, _forms(backend)) for backend in backends]
     mixed = not all(forms for _, forms in found)
@@ -125,6 +127,8 @@ def _launches(chain: _Chain) -> Iterator[tuple[str, Callable[[int], None]]]:
 def _forms(backend: str) -> list[str]:
     """Those of one backend."""
     has = dispatch.package(backend).__all__
+    if _PLAN not in has:
+        return []
     return [form for form, whats in LOCAL.items() if all(OPS[what] in has for what in whats)]
 
 
