@@ -7,8 +7,7 @@ one is launched. In a function that is traced each is an op of its graph, which 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,27 +40,26 @@ PREFILL_NAMES = {
 """Of the methods for prefill."""
 
 
-@contextmanager
-def named(names: dict[str, str]) -> Iterator[None]:
-    """A ValueError of an argument begins with the name that its caller knows it by."""
-    try:
-        yield
-    except ValueError as error:
-        text = str(error)
-        name = re.match(r"\w+", text)
-        if name is not None and name[0] in names:
-            text = names[name[0]] + text[name.end() :]
-        for part, theirs in names.items():
-            text = text.replace(part, theirs) if "." in part else text
-        raise ValueError(text) from error.__cause__
+def renamed(error: ValueError, names: dict[str, str]) -> ValueError:
+    """A ValueError of an argument, which begins with the name that its caller knows it by."""
+    text = str(error)
+    name = re.match(r"\w+", text)
+    if name is not None and name[0] in names:
+        text = names[name[0]] + text[name.end() :]
+    for part, theirs in names.items():
+        text = text.replace(part, theirs) if "." in part else text
+    return ValueError(text)
 
 
 def recorded(
     calls: Callable[..., None], names: dict[str, str], *arguments: Any, **numbers: Any
 ) -> list[Launch]:
     """What the calls would launch; `names`: what their caller calls the arguments of the functions."""
-    with recording() as launches, named(names):
-        calls(*arguments, **numbers)
+    with recording() as launches:
+        try:
+            calls(*arguments, **numbers)
+        except ValueError as error:
+            raise renamed(error, names) from error.__cause__
     return launches
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..launches import identity
 from .limits import Limits
 
 
@@ -32,22 +31,27 @@ class CheckedComm:
 
     def __init__(self, comm: Any, limits: Limits, device: torch.device) -> None:
         """Checks it; ValueError names the field."""
-        self._fields = _fields(comm, limits, device)
-        self._identity = tuple(map(identity, self._fields))
+        fields = _fields(comm, limits, device)
+        self._known = [
+            (name, field, field.data_ptr(), field.shape, field.stride())
+            for name, field in zip(FIELDS, fields, strict=True)
+        ]
+        self._address = fields[0].data_ptr()
 
     def still_describes(self, comm: Any) -> bool:
         """Whether every field of `comm` is the tensor that was checked, where and as it was."""
-        found = tuple(getattr(comm, name, None) for name in FIELDS)
-        return all(map(_is, found, self._fields)) and tuple(map(identity, found)) == self._identity
+        for name, field, address, shape, stride in self._known:  # every eager call looks at all of them
+            found = getattr(comm, name, None)
+            if found is not field or found.data_ptr() != address:
+                return False
+            if found.shape != shape or found.stride() != stride:
+                return False
+        return True
 
     def is_at(self, comm: Any) -> bool:
         """Whether the rows of `comm` are where those are that were checked: a look that is cheap."""
         found = getattr(comm, "recv", None)
-        return isinstance(found, Tensor) and found.data_ptr() == self._identity[0][0]
-
-
-def _is(left: object, right: object) -> bool:
-    return left is right
+        return isinstance(found, Tensor) and found.data_ptr() == self._address
 
 
 def _fields(comm: Any, limits: Limits, device: torch.device) -> tuple[Tensor, ...]:
