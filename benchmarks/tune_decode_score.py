@@ -79,10 +79,8 @@ def candidates(args: argparse.Namespace) -> list[tune.Candidate]:
         residents = args.resident or RESIDENTS[form]
         together = form.endswith("together")
         chains = [1] if together else args.chains
-        if form.startswith("short"):
-            made += tune.short(residents, chains, args.gaps, together)
-        else:
-            made += tune.looping(residents, chains, args.gaps, args.rounds, together)
+        stages, rounds = (1, [1]) if form.startswith("short") else (2, args.rounds)
+        made += tune.forms(stages, residents, chains, args.gaps, rounds, together)
     return made
 
 

@@ -50,22 +50,12 @@ def decode_scores(backend: str) -> None:
 
 def every_form() -> None:
     """The forms of the CUDA scorer, whatever the schedule would choose for so small a batch."""
-    from msa_icp.bench import tune_decode_score as tune
+    from test_cuda_forms import FORMS, tune
 
-    forms = (
-        *(
-            (tune.Form(1, 4, chains, together, 2), 1)
-            for chains, together in ((1, False), (2, False), (1, True))
-        ),
-        *(
-            (tune.Form(2, 4, chains, together, 1), 3)
-            for chains, together in ((1, False), (2, False), (1, True))
-        ),
-    )
-    for form, rounds in forms:
-        with tune.using(tune.everywhere(form, rounds)):
+    for name, form in FORMS.items():
+        with tune.using(tune.everywhere(*form)):
             decode_scores("cuda")
-        print(form, flush=True)
+        print(name, flush=True)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def constants(candidate, size, query_len=1):
 @pytest.mark.parametrize("together", [False, True])
 def test_a_candidate_is_one_form_at_every_size(four_multiprocessors, size, query_len, together):
     before = tune.scorer.SCHEDULE
-    (one,) = tune.short([7], [1], [3], together)
-    (several,) = tune.looping([3], [2], [0], [5], together)
+    (one,) = tune.forms(1, [7], [1], [3], [1], together)
+    (several,) = tune.forms(2, [3], [2], [0], [5], together)
     for candidate, stages, resident, chains in ((one, 1, 7, 1), (several, 2, 3, 2)):
         values = constants(candidate, size, query_len)
         found = (values["STAGES"], values["RESIDENT"], values["CHAINS"], values["TOGETHER"])
@@ -52,7 +52,7 @@ def test_a_candidate_is_one_form_at_every_size(four_multiprocessors, size, query
 
 def test_the_schedule_comes_back_after_an_error():
     before = tune.scorer.SCHEDULE
-    (other,) = tune.short([3], [1], [0], False)
+    (other,) = tune.forms(1, [3], [1], [0], [1], False)
 
     def fail():
         with tune.using(other.schedule):
@@ -67,7 +67,7 @@ def test_the_schedule_comes_back_after_an_error():
 @needs_nvrtc
 def test_what_spills_or_does_not_compile_is_left_out(four_multiprocessors):
     candidates = [
-        *tune.short([4, 16], [1], [0], False),
+        *tune.forms(1, [4, 16], [1], [0], [1], False),
         tune.Candidate("deep", tune.everywhere(tune.Form(3, 2, 1, False, 0), 4)),  # too much shared memory
     ]
     variants = [tune.variant_for(each, SMALL, P128W4, 8, CPU) for each in candidates]
@@ -104,7 +104,7 @@ def test_the_tuner_over_the_emulator(monkeypatch, device):
     monkeypatch.setattr(measure, "chain_bytes", lambda where: 100_000)
     size = decode_score.Size("ragged", (100, 260))
     tuner = tune.Tuner(torch.device(device), [size], fake_compiler)
-    candidates = [*tune.short([6, 7], [1], [0], False), *tune.looping([2], [1], [0], [2], False)]
+    candidates = [*tune.forms(1, [6, 7], [1], [0], [1], False), *tune.forms(2, [2], [1], [0], [2], False)]
     rows = list(tuner.rows(candidates, ["P256W2"], [1]))
     assert [each.candidate for each in rows] == [tune.PRESENT, *(each.name for each in candidates)]
     assert isinstance(rows[1], tune.LeftOut)
@@ -164,8 +164,8 @@ def test_every_knob_has_a_grid():
     """A field of a form that no candidate changes would never be tuned."""
     script = benchmark("tune_decode_score")
     made = [
-        *tune.short(script.RESIDENTS["short"], [1, 2], [0, 2], False),
-        *tune.looping([5], [1], [0], [2], True),
+        *tune.forms(1, script.RESIDENTS["short"], [1, 2], [0, 2], [1], False),
+        *tune.forms(2, [5], [1], [0], [2], True),
     ]
     forms = {form for candidate in made for _, form in candidate.schedule.short}
     for field in dataclasses.fields(tune.Form):

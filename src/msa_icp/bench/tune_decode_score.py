@@ -64,31 +64,20 @@ def everywhere(form: Form, rounds: int) -> Schedule:
     )
 
 
-def short(
-    residents: Sequence[int], chains: Sequence[int], gaps: Sequence[int], together: bool
-) -> Iterator[Candidate]:
-    """CTAs of one round."""
-    for resident, side_by_side, waiting in itertools.product(residents, chains, gaps):
-        form = Form(1, resident, side_by_side, together, waiting)
-        yield Candidate(_name(form, 1), everywhere(form, 1))
-
-
-def looping(
+def forms(
+    stages: int,
     residents: Sequence[int],
     chains: Sequence[int],
     gaps: Sequence[int],
     rounds: Sequence[int],
     together: bool,
 ) -> Iterator[Candidate]:
-    """CTAs of several rounds."""
+    """Every combination. With one stage a CTA has one round."""
     for resident, side_by_side, waiting, own in itertools.product(residents, chains, gaps, rounds):
-        form = Form(2, resident, side_by_side, together, waiting)
-        yield Candidate(_name(form, own), everywhere(form, own))
-
-
-def _name(form: Form, rounds: int) -> str:
-    how = "together" if form.together else f"chains {form.chains}"
-    return f"rounds {rounds}, {how}, resident {form.resident}, gaps {form.gaps}"
+        form = Form(stages, resident, side_by_side, together, waiting)
+        how = "together" if together else f"chains {side_by_side}"
+        name = f"rounds {own}, {how}, resident {resident}, gaps {waiting}"
+        yield Candidate(name, everywhere(form, own))
 
 
 @contextmanager

@@ -59,9 +59,9 @@ __device__ __forceinline__ void score(const Arguments& with) {
     make_barrier(&arrived[warp][lane]);
     publish_barriers();
   }
-  Output output;
-  output.take(with, request, lane);
-  const int seq_len = keys_of_request > 0 ? keys_of_request - static_cast<int>(with.first_key) : 0;
+  // Of the lane's query row: the first of two of a group, or the one that it stores for all warps of a page.
+  float* const scores = score_row(with, request, kPagePieces == 1 ? lane * 2 : lane);
+  const int seq_len = sequence_length(with, keys_of_request);
   const int written = written_columns(with, seq_len);
   if (first_column >= written) {
     wait_for_predecessor();
@@ -93,10 +93,6 @@ __device__ __forceinline__ void score(const Arguments& with) {
   scorer.take();
 
   const int first_position = seq_len - static_cast<int>(with.query_len);
-  float* to = nullptr;  // of the lane's row, where a page has several pieces
-  if constexpr (kPagePieces > 1) {
-    to = with.score_out + (request * with.query_len + lane / kHeads) * with.token_stride + lane % kHeads * with.head_stride;
-  }
   unsigned parity = 0;  // bit i: of the copy that stage i waits for
   int column = first_column + warp / kPagePieces;
   int stage = 0;
@@ -109,7 +105,8 @@ __device__ __forceinline__ void score(const Arguments& with) {
       if constexpr (kLoop) parity ^= 1u << stage;
     }
     if (here || Scorer::kTogether) {
-      const Sight sight = {(kLoop ? seen_whole >> piece & 1 : from_lane(history, 0)) != 0, column, first_row, first_position, static_cast<int>(with.rank)};
+      const bool all_seen = kLoop ? seen_whole >> piece & 1 : from_lane(history, 0);
+      const Sight sight = {all_seen, column, first_row, first_position, static_cast<int>(with.rank)};
       scorer.add(best, keys[warp][stage], sight, lane);
       if (!here) best.clear();
     }
@@ -121,7 +118,7 @@ __device__ __forceinline__ void score(const Arguments& with) {
     }
     best.combine();
     if constexpr (kPagePieces == 1) {
-      if (column < written) output.store(with, best, column, lane);
+      if (column < written) store_scores(with, best, scores, column, lane);
     } else {
       float(*team)[kRows] = &of_piece[piece % 2][warp / kPagePieces * kPagePieces];
       if (lane < 4) {
@@ -132,11 +129,12 @@ __device__ __forceinline__ void score(const Arguments& with) {
         }
       }
       meet_cta();
-      if (warp % kPagePieces == piece % kPagePieces && lane < kHeads * static_cast<int>(with.query_len) && column < written) {
+      const bool stores = warp % kPagePieces == piece % kPagePieces && column < written;
+      if (stores && lane < kHeads * static_cast<int>(with.query_len)) {
         float most = team[0][lane];
 #pragma unroll
         for (int other = 1; other < kPagePieces; ++other) most = larger(most, team[other][lane]);
-        to[column] = most + 0.0f;  // -0.0 becomes +0.0
+        scores[column] = most + 0.0f;  // -0.0 becomes +0.0
       }
     }
     column += step;

@@ -139,7 +139,8 @@ def plan(
     form = dict(schedule.looping if loops else schedule.short)[groups]
     own = 1
     if loops:
-        own = min(MOST_ROUNDS, [own for begin, own in schedule.rounds if rounds * requests >= begin][-1])
+        most = [count for begin, count in schedule.rounds if rounds * requests >= begin][-1]
+        own = min(MOST_ROUNDS, most)
     stride = int(ceil_div(rounds, own))
     ctas = stride * requests
     gaps = 0

@@ -113,9 +113,7 @@ struct TileShare {
     // Rows of a page that cannot be read count as NaN, which no maximum takes.
     halves[0] = halves[1] = Words{kNan, kNan, kNan, kNan};
     if (page >= 0 && page < with.pages) {
-      const unsigned char* from = with.k + page * with.page_pitch + row() % Layout::kRows * kDim + threadIdx.x % 4 * 16;
-      halves[0] = load(reinterpret_cast<const Words*>(from));
-      halves[1] = load(reinterpret_cast<const Words*>(from + kHalf));
+      load_halves(halves, with.k + page * with.page_pitch + row() % Layout::kRows * kDim + threadIdx.x % 4 * 16);
     }
   }
 
@@ -148,10 +146,8 @@ struct QueryRows {
       const int token = (row + 8 * i) / kHeads;
       halves[i][0] = halves[i][1] = Words{};
       if (has_row(with, item, token)) {
-        const unsigned char* from =
-            with.q + ((item.first_row + token) * kHeads + row % kHeads) * kDim + threadIdx.x % 4 * 16;
-        halves[i][0] = load(reinterpret_cast<const Words*>(from));
-        halves[i][1] = load(reinterpret_cast<const Words*>(from + kHalf));
+        load_halves(halves[i],
+                    with.q + ((item.first_row + token) * kHeads + row % kHeads) * kDim + threadIdx.x % 4 * 16);
       }
     }
   }

@@ -40,9 +40,8 @@ struct Arguments {
 };
 
 // Keys of a request from the first column on. Everything else about positions is relative to that as well: a token
-// sees a key, or not, wherever both are counted from.
-__device__ __forceinline__ int sequence_length(const Arguments& with, long long request) {
-  const int keys = load(with.seq_lens + request);
+// sees a key, or not, wherever both are counted from. `keys` is what `seq_lens` says.
+__device__ __forceinline__ int sequence_length(const Arguments& with, int keys) {
   return keys > 0 ? keys - static_cast<int>(with.first_key) : 0;
 }
 
@@ -183,27 +182,24 @@ struct WarpScorer {
   }
 };
 
-// Where the scores of a request go that a lane holds after `Best::combine`: lanes 0 to 3 have two neighbouring heads of
-// one token in each group. Made before the products, whose end would wait for it otherwise.
-struct Output {
-  float* at;  // of the lane's first head, in column 0
+// Column 0 of the scores of a request's query row. Made before the products, whose end would wait for it otherwise.
+__device__ __forceinline__ float* score_row(const Arguments& with, long long request, int query_row) {
+  const long long token = request * with.query_len + query_row / kHeads;
+  return with.score_out + token * with.token_stride + query_row % kHeads * with.head_stride;
+}
 
-  __device__ __forceinline__ void take(const Arguments& with, long long request, int lane) {
-    const int row = lane * 2;
-    const long long token = request * with.query_len + row / kHeads;
-    at = with.score_out + token * with.token_stride + row % kHeads * with.head_stride;
-  }
-
-  template <int kGroups>
-  __device__ __forceinline__ void store(const Arguments& with, const Best<kGroups>& best, int column, int lane) const {
-    constexpr int kGroupTokens = kGroup / kHeads;
-    if (lane >= 4) return;
+// Stores what a lane holds after `Best::combine`: lanes 0 to 3 have two neighbouring heads of one token in each group. `row`
+// is the score row of the lane's first head.
+template <int kGroups>
+__device__ __forceinline__ void store_scores(const Arguments& with, const Best<kGroups>& best, float* row, int column,
+                                             int lane) {
+  constexpr int kGroupTokens = kGroup / kHeads;
+  if (lane >= 4) return;
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      if (group * kGroup + lane * 2 >= kHeads * static_cast<int>(with.query_len)) return;
-      float* to = at + group * kGroupTokens * with.token_stride + column;
-      to[0] = best.of[group][0] + 0.0f;  // -0.0 becomes +0.0
-      to[with.head_stride] = best.of[group][1] + 0.0f;
-    }
+  for (int group = 0; group < kGroups; ++group) {
+    if (group * kGroup + lane * 2 >= kHeads * static_cast<int>(with.query_len)) return;
+    float* to = row + group * kGroupTokens * with.token_stride + column;
+    to[0] = best.of[group][0] + 0.0f;  // -0.0 becomes +0.0
+    to[with.head_stride] = best.of[group][1] + 0.0f;
   }
-};
+}

@@ -12,6 +12,12 @@ constexpr int kSteps = kDim / 16;
 constexpr int kGroup = 8;  // query rows of one matrix instruction
 constexpr int kHalf = kDim / 2;
 
+// Both halves' 16 bytes of a row, of which `from` points to the first.
+__device__ __forceinline__ void load_halves(Words (&halves)[2], const unsigned char* from) {
+  halves[0] = load(reinterpret_cast<const Words*>(from));
+  halves[1] = load(reinterpret_cast<const Words*>(from + kHalf));
+}
+
 // The lane's share of step `step` of a row of which it holds the two `halves`: two registers of a fragment.
 __device__ __forceinline__ void step_share(const Words (&halves)[2], int step, unsigned& low, unsigned& high) {
   e4m3x4_to_fp16x4(halves[step / 4].word[step % 4], low, high);
@@ -24,10 +30,7 @@ struct QueryFragment {
   // `from` points to the lane's 16 bytes of its row, or is null for a row that does not exist.
   __device__ __forceinline__ void take(const unsigned char* from) {
     Words halves[2] = {};
-    if (from != nullptr) {
-      halves[0] = load(reinterpret_cast<const Words*>(from));
-      halves[1] = load(reinterpret_cast<const Words*>(from + kHalf));
-    }
+    if (from != nullptr) load_halves(halves, from);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) step_share(halves, step, share[step][0], share[step][1]);
   }
