@@ -10,7 +10,9 @@ MUTANTS ?=
 export PYTHONUNBUFFERED = 1
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 
-SANITIZER = PYTHONPATH=src:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1
+# An older driver lacks functions that cuda-bindings asks for, which is no error of a kernel.
+SANITIZER = PYTHONPATH=src:tests PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \
+  --report-api-errors no --num-cuda-barriers 65536
 
 .PHONY: demo test test-gpu sanitize model lint mutants bench clean
 

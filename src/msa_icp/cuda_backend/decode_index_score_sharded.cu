@@ -59,6 +59,7 @@ __device__ __forceinline__ void score(const Arguments& with) {
     make_barrier(&arrived[warp][lane]);
     publish_barriers();
   }
+  meet_warp();  // before any lane announces a copy: the compiler makes barriers in an instruction of no lane's own
   // Of the lane's query row: the first of two of a group, or the one that it stores for all warps of a page.
   float* const scores = score_row(with, request, kPagePieces == 1 ? lane * 2 : lane);
   const int seq_len = sequence_length(with, keys_of_request);
