@@ -34,7 +34,31 @@ def test_a_bounded_grid_loops(monkeypatch, device, world_size, page_size, query_
     )
     expected = score(case, 1, "triton", device, enable_pdl=enable_pdl)
     assert torch.isfinite(expected[0, 0, :9]).all()
-    for programs in (1, 8, 12):
-        monkeypatch.setattr(scorer, "SCHEDULE", dataclasses.replace(scorer.SCHEDULE, programs=programs))
+    for change in ({"programs": 1}, {"programs": 8}, {"programs": 12}, {"alternate_below": 0}):
+        monkeypatch.setattr(scorer, "SCHEDULE", dataclasses.replace(scorer.SCHEDULE, **change))
         got = score(case, 1, "triton", device, enable_pdl=enable_pdl)
-        assert torch.equal(bits(got), bits(expected)), programs
+        assert torch.equal(bits(got), bits(expected)), change
+
+
+@pytest.mark.parametrize("device", [d for d in DEVICES if d == "cuda"], ids=lambda device: f"triton-{device}")
+@pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_gaps_and_several_waves(monkeypatch, device, world_size, page_size, query_len):
+    """As if one program filled a multiprocessor: all but the first wave read behind the wait."""
+    most = scorer.target_of(torch.device(device)).multiprocessors
+    pages = 4 * (most // 8 + 8)
+    case = cases.decode_case(
+        "",
+        world_size,
+        page_size,
+        seq_lens=(page_size * pages, page_size * 9 + 5, 0, page_size * 2, 1, *[page_size * pages - 3] * 4),
+        decode_query_len=query_len,
+    )
+    without = dataclasses.replace(scorer.SCHEDULE, registers=512, wide_registers=512, gaps=0)
+    expected = score(case, 1, "torch", device)
+    for gaps in (0, 1, 3):
+        for alternate_below in (0, 1 << 30):
+            schedule = dataclasses.replace(without, gaps=gaps, alternate_below=alternate_below)
+            monkeypatch.setattr(scorer, "SCHEDULE", schedule)
+            got = score(case, 1, "triton", device, enable_pdl=True)
+            assert torch.equal(bits(got), bits(expected)), schedule

@@ -50,6 +50,12 @@ class Schedule:
     """The same for more query rows than one matrix instruction takes."""
     programs: int = 16384
     """Most programs of a launch; with more tiles, a program takes every n-th of its request's."""
+    gaps: int = 2
+    """Programs a multiprocessor that only wait, every other of those that start first, in launches of more
+    than one wave. They leave their places to programs that read while those beside them multiply."""
+    alternate_below: int = 8192
+    """Launches of fewer tiles, and those whose programs take several, start a tile of every request, then the
+    next one of every request; others a request after the other."""
 
     def residents(self, target: Target, wide: bool) -> int:
         """Programs that start at once, given the 65536 registers of a multiprocessor."""
@@ -162,6 +168,40 @@ def _score_tile(
         tl.store(address + column[:, None], best, mask=mask)
 
 
+@triton.jit
+def _score_early(
+    tensors,
+    sizes,
+    table_row,
+    width,
+    request,
+    seq_len,
+    tile,
+    tiles,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    E4M3: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The one tile of a program that starts while the predecessor still runs."""
+    TILE_PAGES: tl.constexpr = TILE // ROWS
+    page = _load_pages(table_row, tile, width, TILE_PAGES)
+    first_column = sizes[3]
+    query_len = sizes[4]
+    history = ((first_column + (tile + 1) * TILE_PAGES) * PAGE <= seq_len - query_len).to(tl.int32)
+    if tile < tiles:
+        _score_tile(
+            tensors, sizes, request, seq_len, tile, history, True, page, PAGE, ROWS, KEY_STEP, GROUPS, GROUP,
+            TILE, INTERLEAVE, E4M3, DEPENDENT, True,
+        )  # fmt: skip
+    wait_for_predecessor(DEPENDENT)
+
+
 def _score(
     index_q: BYTES,
     index_k: BYTES,
@@ -178,6 +218,11 @@ def _score(
     head_stride: I64,
     query_len: I32,
     first_key: I32,
+    requests: I32,
+    programs: I32,
+    gaps: I32,
+    early: I32,
+    alternate: I32,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_STEP: tl.constexpr,
@@ -191,9 +236,19 @@ def _score(
     ONE_WAVE: tl.constexpr,
 ):
     TILE_PAGES: tl.constexpr = TILE // ROWS
-    # Requests alternate, so that the programs of long ones, which run longest, are not all at the end.
-    request = tl.program_id(0)
-    tile = tl.program_id(1)
+    place = tl.program_id(0)
+    if DEPENDENT and ONE_TILE:
+        gap = (place < 2 * gaps) & (place % 2 == 1)
+        place = tl.where(place < 2 * gaps, place // 2, place - gaps)
+        if gap:
+            wait_for_predecessor(DEPENDENT)
+            return
+    # Where requests alternate, the programs of long ones, which run longest, are not all at the end.
+    inner_size = tl.where(alternate != 0, requests, programs)
+    outer = place // inner_size
+    inner = place - outer * inner_size
+    request = tl.where(alternate != 0, inner, outer)
+    tile = tl.where(alternate != 0, outer, inner)
     tensors = index_q, index_k, score_out
     sizes = pages, page_pitch, columns, first_column, query_len, first_key, token_stride, head_stride
     table_row = block_table + request * table_stride + first_column
@@ -202,33 +257,34 @@ def _score(
     seq_len = tl.load(seq_lens + request)
     tiles = tile_count(seq_len, columns, first_column, PAGE, TILE_PAGES)
     if ONE_WAVE:
-        # All programs start at once, each has one tile, and the predecessor still runs.
-        page = _load_pages(table_row, tile, width, TILE_PAGES)
-        history = ((first_column + (tile + 1) * TILE_PAGES) * PAGE <= seq_len - query_len).to(tl.int32)
-        if tile < tiles:
-            _score_tile(
-                tensors, sizes, request, seq_len, tile, history, True, page, PAGE, ROWS, KEY_STEP, GROUPS,
-                GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT, True,
-            )  # fmt: skip
-        wait_for_predecessor(DEPENDENT)
+        _score_early(
+            tensors, sizes, table_row, width, request, seq_len, tile, tiles, PAGE, ROWS, KEY_STEP, GROUPS,
+            GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT,
+        )  # fmt: skip
     elif ONE_TILE:  # apart from the loop, which keeps more in registers than there is room for
-        wait_for_predecessor(DEPENDENT)
-        page = _load_pages(table_row, tile, width, TILE_PAGES)
-        if tile < tiles:
-            _score_tile(
-                tensors, sizes, request, seq_len, tile, 0, True, page, PAGE, ROWS, KEY_STEP, GROUPS,
-                GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT, False,
+        if DEPENDENT and place < early:
+            _score_early(
+                tensors, sizes, table_row, width, request, seq_len, tile, tiles, PAGE, ROWS, KEY_STEP, GROUPS,
+                GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT,
             )  # fmt: skip
+        else:
+            wait_for_predecessor(DEPENDENT)
+            page = _load_pages(table_row, tile, width, TILE_PAGES)
+            if tile < tiles:
+                _score_tile(
+                    tensors, sizes, request, seq_len, tile, 0, True, page, PAGE, ROWS, KEY_STEP, GROUPS,
+                    GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT, False,
+                )  # fmt: skip
     else:
         wait_for_predecessor(DEPENDENT)
         while tile < tiles:  # no range: the interpreter's takes no tensors from NumPy 2.4 on
             page = _load_pages(table_row, tile, width, TILE_PAGES)
-            last = tile + tl.num_programs(1) >= tiles
+            last = tile + programs >= tiles
             _score_tile(
                 tensors, sizes, request, seq_len, tile, 0, last, page, PAGE, ROWS, KEY_STEP, GROUPS, GROUP,
                 TILE, INTERLEAVE, E4M3, DEPENDENT, False,
             )  # fmt: skip
-            tile += tl.num_programs(1)
+            tile += programs
 
 
 def _kernel(registers: int) -> Kernel:
@@ -281,8 +337,22 @@ def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
                 yield variant(layout, groups * target.dot_rows // NUM_HEADS, target, *launch)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A launch, but for its tensors."""
+
+    kernel: Kernel
+    constants: tuple[Any, ...]
+    programs: int
+    """Of a request."""
+    gaps: int
+    early: int
+    """Programs that read keys while the predecessor runs, where not all do and a program has one tile."""
+    alternate: bool
+
+
 @lru_cache(1024)
-def _plan(
+def plan(
     schedule: Schedule,
     layout: ShardLayout,
     query_len: int,
@@ -290,16 +360,24 @@ def _plan(
     columns: int,
     requests: int,
     enable_pdl: bool,
-) -> tuple[Kernel, tuple[int, int], tuple[Any, ...]]:
-    """The kernel of a launch, its grid and its constants."""
-    tiles = ceil_div(columns * layout.rows, _tile_rows(layout))
+) -> Plan:
+    """How a batch is cut. Looks at sizes alone, never at a length."""
+    tiles = int(ceil_div(columns * layout.rows, _tile_rows(layout)))
     programs = min(tiles, max(1, schedule.programs // requests))
     dependent = enable_pdl and target.dependent_launch
     residents = schedule.residents(target, wide=_groups(query_len, target) > 1)
     one_tile = programs == tiles
     one_wave = dependent and one_tile and tiles * requests <= residents
+    several_waves = dependent and one_tile and not one_wave
     chosen, constants = variant(layout, query_len, target, dependent, one_tile, one_wave)
-    return chosen, (requests, programs), constants
+    return Plan(
+        chosen,
+        constants,
+        programs,
+        gaps=min(residents, schedule.gaps * target.multiprocessors) if several_waves else 0,
+        early=residents if several_waves else 0,
+        alternate=not one_tile or tiles * requests < schedule.alternate_below,
+    )
 
 
 def launch_scores(
@@ -322,11 +400,9 @@ def launch_scores(
     if requests == 0:
         return
     device = index_q.device
-    chosen, grid, constants = _plan(
-        SCHEDULE, layout, decode_query_len, target_of(device), columns, requests, enable_pdl
-    )
-    chosen(
-        grid,
+    cut = plan(SCHEDULE, layout, decode_query_len, target_of(device), columns, requests, enable_pdl)
+    cut.kernel(
+        (cut.programs * requests + cut.gaps,),
         (
             index_q,
             index_k,
@@ -343,8 +419,13 @@ def launch_scores(
             head_stride,
             decode_query_len,
             layout.key_position(0, 0),
+            requests,
+            cut.programs,
+            cut.gaps,
+            cut.early,
+            int(cut.alternate),
         ),
-        constants,
+        cut.constants,
         device,
     )
 
