@@ -22,10 +22,18 @@ from msa_icp import cases
 from msa_icp.indexer import graphs
 
 
+@pytest.fixture(params=[False, True], ids=["read", "copied"])
+def query_is_copied(request, monkeypatch):
+    """Whether a replay copies its query, as it does where the driver's part is missing."""
+    monkeypatch.setattr(graphs, "can_be_moved", graphs.can_be_moved if not request.param else lambda: False)
+    return request.param
+
+
 @pytest.fixture
 def stand_in(request, monkeypatch):
     """The stand-in on a CPU; on a GPU nothing is replaced and `do` just does it."""
-    made = StandIn()
+    copied = "query_is_copied" in request.fixturenames and request.getfixturevalue("query_is_copied")
+    made = StandIn(copies=copied)
     parameters = getattr(request.node, "callspec", None)
     if parameters is None or parameters.params.get("device", "cpu") == "cpu":
         for name, ours in made.replaced().items():
@@ -85,7 +93,7 @@ def run_layer(steps, layer, queries, keys, slot):
 
 @pytest.mark.parametrize("tagged", [False, True])
 @pytest.mark.exchange
-def test_layers_become_graphs_and_stay_right(backend, device, tagged, stand_in):
+def test_layers_become_graphs_and_stay_right(backend, device, tagged, query_is_copied, stand_in):
     """Four layers rotate through three slot sets, so a layer comes back to its slot set every third step."""
     interpreted_only_if(False, backend, device)
     ranks = Decode(batch(), backend, device)
@@ -263,6 +271,25 @@ def test_batches_of_two_sizes_have_a_query_each(stand_in):
             run_layer(own.begin(tagged=True), 0, ranks.queries, ranks.keys, turn % 3)
             assert torch.equal(ranks.merged(), right(ranks, tagged=True))
     assert caches[0].numbers() == {(0, 6, 0, 0)}
+
+
+def test_a_query_off_the_alignment_is_copied(stand_in):
+    """The first of a step is refused there; a replay takes it, since its kernels read the copy."""
+    ranks = Decode(batch(), "torch", "cpu")
+    step = one_rank(ranks, ranks.plans[0].layer_graphs(capture_after=0))
+    aligned = ranks.queries
+    off = cases.off_by_one(aligned.flatten().view(torch.uint8)).view(cases.FP8).view(aligned.shape)
+    readers, scores = [], ranks.scores[0]
+    step.run(0, torch.zeros_like(aligned), ranks.keys[0])
+    (state,) = step._entry.layers.values()
+    own = state.graph._words.read_from
+    state.graph._words.read_from = lambda query: readers.append(query.data_ptr() % 16) or own(query)
+    for query in (off, aligned, off):
+        step.run(0, query, ranks.keys[0])
+        got = scores.clone()
+        scores.zero_()
+        assert got.any()
+    assert readers == [0, 0, 0]
 
 
 def test_a_closed_storage_is_noticed_before_a_replay(stand_in):

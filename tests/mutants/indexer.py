@@ -7,8 +7,10 @@ from .fault import Mutant
 CHAINS = "indexer/chains.py"
 STEPS = "indexer/steps.py"
 GRAPHS = "indexer/graphs.py"
+QUERY = "indexer/graph_query.py"
 FACADE_TESTS = ("test_indexer.py",)
 STEP_TESTS = ("test_indexer_steps.py",)
+QUERY_TESTS = ("test_graph_query.py",)
 GRAPH_TESTS = ("test_indexer_graphs.py", "-k", "not disagree")
 
 MUTANTS = (
@@ -116,8 +118,49 @@ MUTANTS = (
     ),
     Mutant(
         "a replay has the query of the capture",
-        ((GRAPHS, "        staged.copy_(index_q)\n", "        state.runs or staged.copy_(index_q)\n"),),
-        GRAPH_TESTS,
+        ((GRAPHS, "        else:\n            self._words.read_from(index_q)\n", ""),),
+        (*GRAPH_TESTS[:2], "stay_right and read"),
+    ),
+    Mutant(
+        "a replay has the query of the one before",
+        (
+            (
+                GRAPHS,
+                "        if self._words is None:\n            self._staged.copy_(index_q)\n",
+                "        if self._words is None:\n            pass\n",
+            ),
+        ),
+        (*GRAPH_TESTS[:2], "stay_right and copied"),
+    ),
+    Mutant(
+        "a query off the alignment is read where it is",
+        ((GRAPHS, "elif index_q.data_ptr() % ALIGNED:", "elif False:"),),
+        (*GRAPH_TESTS[:2], "off_the_alignment"),
+    ),
+    Mutant(
+        "a reader that a graph hides keeps the query of the capture",
+        ((GRAPHS, "return words if words.count == readers else None", "return words"),),
+        QUERY_TESTS,
+    ),
+    Mutant(
+        "a strided query is read as a dense one",
+        ((GRAPHS, "index_q.stride() != staged.stride() or", ""),),
+        QUERY_TESTS,
+    ),
+    Mutant(
+        "an address that the driver refused counts as set",
+        ((QUERY, "        self._address = None  # neither", "        self._address = address  # neither"),),
+        QUERY_TESTS,
+    ),
+    Mutant(
+        "a window's rows are read from the begin of the query",
+        ((QUERY, "word.value = address + offset", "word.value = address"),),
+        QUERY_TESTS,
+    ),
+    Mutant(
+        "what lies behind the staging buffer is the query, too",
+        ((QUERY, "if begin <= word.value < end", "if begin <= word.value <= end"),),
+        QUERY_TESTS,
     ),
     Mutant(
         "the key used last goes",

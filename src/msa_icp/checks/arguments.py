@@ -23,6 +23,8 @@ def refuse(name: str, must_be: str, was: object) -> NoReturn:
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """An integer in `low ... high` (both included, None: unbounded)."""
+    if type(value) is int and (low is None or low <= value) and (high is None or value <= high):
+        return value  # a call checks many, and words what is wrong with none
     if low is None and high is None:
         must_be = "an integer"
     elif high is None:

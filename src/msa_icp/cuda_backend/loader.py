@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..driver_calls import checked
 from ..launches import Launch, recorder
 
 SOURCES = Path(__file__).parent
@@ -219,16 +220,16 @@ class Kernel:
         Device(index).set_current()
         code = self._code[index] = self.variant.compile()  # owns what the function is part of
         kernel = driver.CUkernel(int(code.get_kernel(self.variant.source).handle))
-        function = _checked(driver.cuKernelGetFunction(kernel))
-        _checked(driver.cuFuncLoad(function))  # libraries load lazily, and a peer may be waiting then
+        function = checked(driver.cuKernelGetFunction(kernel))
+        checked(driver.cuFuncLoad(function))  # libraries load lazily, and a peer may be waiting then
         attribute = driver.CUfunction_attribute
         # One split between L1 and shared memory for all: a multiprocessor must be empty to change it, so a
         # launch that wants another one could not overlap with the one before.
         carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        _checked(driver.cuFuncSetAttribute(function, carveout, 100))
+        checked(driver.cuFuncSetAttribute(function, carveout, 100))
         if self.shared_bytes:
             limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(driver.cuFuncSetAttribute(function, limit, self.shared_bytes))
+            checked(driver.cuFuncSetAttribute(function, limit, self.shared_bytes))
         return function
 
 
@@ -270,15 +271,4 @@ class _Launcher:
             config.hStream, self._stream = self._stream_type(stream), stream
         answer = self._launch(config, function, self._address, 0)
         if answer[0] != self._success:
-            _checked(answer)
-
-
-def _checked(answer: tuple[Any, ...]) -> Any:
-    """What a call of the driver returned; RuntimeError with the driver's words where it failed."""
-    from cuda.bindings import driver
-
-    status, *values = answer
-    if status != driver.CUresult.CUDA_SUCCESS:
-        _, text = driver.cuGetErrorString(status)
-        raise RuntimeError(f"CUDA: {status.name}: {text.decode() if text else 'unknown error'}")
-    return values[0] if values else None
+            checked(answer)

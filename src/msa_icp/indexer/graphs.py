@@ -1,9 +1,10 @@
 """Layer graphs: prepared steps as CUDA graphs, one a layer, replayed while nothing but the query changes.
 
 A serving engine that keeps its buffers launches the same layers step after step. Their first runs are eager,
-then each is captured, then replayed. A key is every argument of every launch but the query, which a replay
-copies into a buffer of its own first; so a batch of another size, a buffer that moved, or another plan is
-another key.
+then each is captured, then replayed. A key is every argument of every launch but the query, so a batch of
+another size, a buffer that moved, or another plan is another key. The graphs of a key are captured over a
+staging buffer for the query. Before a replay the query is copied there, or the graph is told to read it where
+it is (graph_query.py), which is the same to the kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 from .. import checks
 from ..geometry import SLOT_SETS
 from ..launches import Launch, identity, launch
-from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
+from .graph_query import QueryWords, can_be_moved
+from .steps import ALIGNED, MSAIcpDecodeStep, MSAIcpPrefillStep
 
 if TYPE_CHECKING:
     from .plan import MSAIcpIndexerPlan
@@ -35,7 +37,7 @@ class _Layer:
 
     keys: Hashable
     runs: int = 0
-    graph: Any = None
+    graph: _LayerGraph | None = None
 
 
 @dataclass(eq=False)
@@ -48,6 +50,27 @@ class _Key:
     """What the graphs read the query from."""
     used: int = 0
     evicted: bool = False
+
+
+class _LayerGraph:
+    """A graph of a layer, and how its kernels come to the query of a replay."""
+
+    def __init__(self, graph: Any, staged: Tensor, words: QueryWords | None) -> None:
+        """Captured over the query in `staged`; None: there the query must be."""
+        self._graph = graph
+        self._staged = staged
+        self._words = words
+
+    def replay(self, index_q: Tensor) -> None:
+        """Replay it with another query, of the shape and strides that it was captured for."""
+        if self._words is None:
+            self._staged.copy_(index_q)
+        elif index_q.data_ptr() % ALIGNED:  # the kernels may not read there
+            self._staged.copy_(index_q)
+            self._words.read_from(self._staged)
+        else:
+            self._words.read_from(index_q)
+        self._graph.replay()
 
 
 class MSAIcpLayerGraphs:
@@ -200,16 +223,17 @@ class MSAIcpGraphStep:
             self._launch(index_q, index_k, slot)
             cache.stats["eager_layers"] += 1
         elif state.graph is None:
-            self._bind(index_q, index_k, slot)  # checks what the graph does not read, as it is copied
+            parts = self._bind(index_q, index_k, slot)  # checks what the graph does not read
+            readers = sum(one.takes_query for part in parts for one in part)
             staged = cache.staging(entry, index_q)
-            state.graph = capture(lambda: self._launch(staged, index_k, slot), cache.device)
+            graph = capture(lambda: self._launch(staged, index_k, slot), cache.device)
+            state.graph = _LayerGraph(graph, staged, query_words(graph, staged, index_q, readers))
             cache.stats["captured_layers"] += 1
-            self._replay(staged, index_q, state)
+            state.graph.replay(index_q)
         else:
-            assert entry.staging is not None
             if self._decode is not None:
                 self._decode.check_storage()
-            self._replay(entry.staging, index_q, state)
+            state.graph.replay(index_q)
             cache.stats["replayed_layers"] += 1
         state.runs += 1
 
@@ -234,11 +258,6 @@ class MSAIcpGraphStep:
             self._bind(index_q, index_k, slot)
             entry.layers[place] = state
         return entry, state
-
-    @staticmethod
-    def _replay(staged: Tensor, index_q: Tensor, state: _Layer) -> None:
-        staged.copy_(index_q)
-        state.graph.replay()
 
     def _parts(self, index_q: Tensor) -> tuple[Tensor, Tensor]:
         return index_q[: self._decode_tokens], index_q[self._decode_tokens :]
@@ -285,11 +304,28 @@ def capture(body: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
 
     Not `torch.cuda.graph`: that synchronizes the device and collects garbage, which a serving loop must not.
     """
-    graph = torch.cuda.CUDAGraph()
+    kept = can_be_moved()
+    graph = torch.cuda.CUDAGraph(keep_graph=kept)
     with torch.cuda.stream(torch.cuda.Stream(device)):  # the default one cannot be captured
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             body()
         finally:
             graph.capture_end()
+        if kept:
+            graph.instantiate()
     return graph
+
+
+def query_words(
+    graph: torch.cuda.CUDAGraph, staged: Tensor, index_q: Tensor, readers: int
+) -> QueryWords | None:
+    """The words of a graph captured over `staged` by which it reads `index_q` where that is.
+
+    None where it has to be copied: it lies otherwise than the staging buffer, or the graph does not show an
+    address for each of the `readers`, the launches that take the query.
+    """
+    if index_q.stride() != staged.stride() or not can_be_moved():
+        return None
+    words = QueryWords(graph, staged)
+    return words if words.count == readers else None

@@ -22,7 +22,7 @@ from .comm import CheckedComm
 if TYPE_CHECKING:
     from .plan import MSAIcpIndexerPlan
 
-_ALIGNED = 16
+ALIGNED = 16
 """Bytes; of the addresses of the query and the K shard."""
 
 
@@ -49,7 +49,7 @@ class _Layers:
 
 def _describe(tensor: Tensor) -> Any:
     try:
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % _ALIGNED
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNED
     except (AttributeError, RuntimeError):  # no dense tensor: of a first layer the call says what is wrong
         return type(tensor)
 
@@ -59,7 +59,7 @@ def _words(described: Any) -> str:
         return str(described)
     shape, strides, dtype, device, over = described
     return (
-        f"{dtype} {list(shape)} of strides {strides} on {device}, {over} bytes past a multiple of {_ALIGNED}"
+        f"{dtype} {list(shape)} of strides {strides} on {device}, {over} bytes past a multiple of {ALIGNED}"
     )
 
 
