@@ -52,13 +52,10 @@ class Candidate:
 def everywhere(form: Form, rounds: int) -> Schedule:
     """One form for every size and every number of query groups, with `rounds` a CTA."""
     schedule: Schedule = scorer.SCHEDULE
-    groups = [count for count, _ in schedule.short]
-    forms = tuple((count, form) for count in groups)
+    groups = dict.fromkeys(count for count, _, _ in schedule.forms)
     return replace(
         schedule,
-        short=forms,
-        looping=forms,
-        looping_from=tuple((count, NEVER if form.stages == 1 else 0) for count in groups),
+        forms=tuple((count, 0, form) for count in groups),
         rounds=((0, rounds),),
         gaps_below=NEVER,
     )

@@ -43,28 +43,27 @@ class Form:
 class Schedule:
     """How the work is cut. Measured on an H200 (docs/performance.md); any values are right.
 
-    By the number of query groups where it says so: eight query rows each, 1, 2 or 4 of them. Compared by
-    identity, so that a call's look-up of its plan takes no time.
+    Compared by identity, so that a call's look-up of its plan takes no time.
     """
 
-    short: tuple[tuple[int, Form], ...] = (
-        (1, Form(1, 8, 2, False, 4)),
-        (2, Form(1, 5, 2, False, 2)),
-        (4, Form(1, 6, 1, True, 2)),
+    forms: tuple[tuple[int, int, Form], ...] = (
+        (1, 0, Form(1, 7, 2, False, 1)),
+        (1, 512, Form(1, 8, 2, False, 4)),
+        (1, 8192, Form(2, 6, 2, False, 1)),
+        (2, 0, Form(1, 5, 2, False, 2)),
+        (2, 1024, Form(2, 6, 1, True, 2)),
+        (4, 0, Form(1, 6, 1, True, 2)),
+        (4, 1024, Form(2, 5, 1, True, 2)),
     )
-    """For each number of query groups, the form whose CTAs have one round."""
-    looping: tuple[tuple[int, Form], ...] = (
-        (1, Form(2, 6, 2, False, 1)),
-        (2, Form(2, 6, 1, True, 2)),
-        (4, Form(2, 5, 1, True, 2)),
-    )
-    """For each number of query groups, the form whose CTAs have several."""
-    looping_from: tuple[tuple[int, int], ...] = ((1, 8192), (2, 1024), (4, 1024))
-    """For each number of query groups, rounds of a launch from which on CTAs have several."""
+    """Groups of eight query rows (1, 2 or 4), rounds of a launch, and the form from there on; ascending."""
     rounds: tuple[tuple[int, int], ...] = ((0, 2), (4096, 4), (8192, 5), (32768, 8))
     """Rounds of a launch, and how many a CTA has from there on, if it has several; 32 at most."""
     gaps_below: int = 32768
     """Launches of as many rounds, or more, have no gaps."""
+
+    def form(self, groups: int, rounds: int) -> Form:
+        """The form for a launch."""
+        return [form for count, begin, form in self.forms if count == groups and rounds >= begin][-1]
 
 
 SCHEDULE = Schedule()
@@ -95,9 +94,8 @@ def kernel_for(layout: tuple[int, int], groups: int, form: Form) -> Kernel:
 
 def kernels() -> Iterator[Kernel]:
     """Every kernel that a call may need."""
-    for layout, forms in product(product(PAGE_SIZES, WORLD_SIZES), (SCHEDULE.short, SCHEDULE.looping)):
-        for groups, form in forms:
-            yield kernel_for(layout, groups, form)
+    for layout, (groups, _, form) in product(product(PAGE_SIZES, WORLD_SIZES), SCHEDULE.forms):
+        yield kernel_for(layout, groups, form)
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,9 @@ def plan(
     groups = _groups(query_len)
     page_size, world_size = layout
     rounds = int(ceil_div(columns * (page_size // world_size), _ROUND_ROWS))
-    loops = rounds * requests >= dict(schedule.looping_from)[groups]
-    form = dict(schedule.looping if loops else schedule.short)[groups]
+    form = schedule.form(groups, rounds * requests)
     own = 1
-    if loops:
+    if form.stages > 1:
         most = [count for begin, count in schedule.rounds if rounds * requests >= begin][-1]
         own = min(MOST_ROUNDS, most)
     stride = int(ceil_div(rounds, own))

@@ -36,6 +36,8 @@ from .pdl import release_dependents, wait_for_predecessor
 
 HEADS = tl.constexpr(NUM_HEADS)
 DIM = tl.constexpr(HEAD_DIM)
+NONE, FIRST_WAVE, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Which programs read keys while the predecessor still runs."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,8 @@ class Schedule:
     gaps: int = 2
     """Programs a multiprocessor that only wait, every other of those that start first, in launches of more
     than one wave. They leave their places to programs that read while those beside them multiply."""
-    alternate_below: int = 8192
-    """Launches of fewer tiles, and those whose programs take several, start a tile of every request, then the
-    next one of every request; others a request after the other."""
+    gaps_below: int = 8192
+    """Launches of as many tiles, or more, have none, and start a request's tiles one after the other."""
 
     def residents(self, target: Target, wide: bool) -> int:
         """Programs that start at once, given the 65536 registers of a multiprocessor."""
@@ -219,10 +220,8 @@ def _score(
     query_len: I32,
     first_key: I32,
     requests: I32,
-    programs: I32,
     gaps: I32,
     early: I32,
-    alternate: I32,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_STEP: tl.constexpr,
@@ -233,22 +232,26 @@ def _score(
     E4M3: tl.constexpr,
     DEPENDENT: tl.constexpr,
     ONE_TILE: tl.constexpr,
-    ONE_WAVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     TILE_PAGES: tl.constexpr = TILE // ROWS
-    place = tl.program_id(0)
-    if DEPENDENT and ONE_TILE:
+    if EARLY == FIRST_WAVE:
+        place = tl.program_id(0)
         gap = (place < 2 * gaps) & (place % 2 == 1)
         place = tl.where(place < 2 * gaps, place // 2, place - gaps)
         if gap:
             wait_for_predecessor(DEPENDENT)
             return
-    # Where requests alternate, the programs of long ones, which run longest, are not all at the end.
-    inner_size = tl.where(alternate != 0, requests, programs)
-    outer = place // inner_size
-    inner = place - outer * inner_size
-    request = tl.where(alternate != 0, inner, outer)
-    tile = tl.where(alternate != 0, outer, inner)
+        tile = place // requests
+        request = place - tile * requests
+    elif ONE_TILE:
+        place = 0
+        tile = tl.program_id(0)
+        request = tl.program_id(1)
+    else:  # requests alternate, so that the programs of long ones, which run longest, are not all at the end
+        place = 0
+        request = tl.program_id(0)
+        tile = tl.program_id(1)
     tensors = index_q, index_k, score_out
     sizes = pages, page_pitch, columns, first_column, query_len, first_key, token_stride, head_stride
     table_row = block_table + request * table_stride + first_column
@@ -256,13 +259,13 @@ def _score(
 
     seq_len = tl.load(seq_lens + request)
     tiles = tile_count(seq_len, columns, first_column, PAGE, TILE_PAGES)
-    if ONE_WAVE:
+    if EARLY == ALL:
         _score_early(
             tensors, sizes, table_row, width, request, seq_len, tile, tiles, PAGE, ROWS, KEY_STEP, GROUPS,
             GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT,
         )  # fmt: skip
     elif ONE_TILE:  # apart from the loop, which keeps more in registers than there is room for
-        if DEPENDENT and place < early:
+        if EARLY == FIRST_WAVE and place < early:
             _score_early(
                 tensors, sizes, table_row, width, request, seq_len, tile, tiles, PAGE, ROWS, KEY_STEP, GROUPS,
                 GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT,
@@ -279,12 +282,12 @@ def _score(
         wait_for_predecessor(DEPENDENT)
         while tile < tiles:  # no range: the interpreter's takes no tensors from NumPy 2.4 on
             page = _load_pages(table_row, tile, width, TILE_PAGES)
-            last = tile + programs >= tiles
+            last = tile + tl.num_programs(1) >= tiles
             _score_tile(
                 tensors, sizes, request, seq_len, tile, 0, last, page, PAGE, ROWS, KEY_STEP, GROUPS, GROUP,
                 TILE, INTERLEAVE, E4M3, DEPENDENT, False,
             )  # fmt: skip
-            tile += programs
+            tile += tl.num_programs(1)
 
 
 def _kernel(registers: int) -> Kernel:
@@ -296,7 +299,7 @@ wide_score_kernel = _kernel(SCHEDULE.wide_registers)
 
 
 def variant(
-    layout: ShardLayout, query_len: int, target: Target, dependent: bool, one_tile: bool, one_wave: bool
+    layout: ShardLayout, query_len: int, target: Target, dependent: bool, one_tile: bool, early: int
 ) -> tuple[Kernel, tuple[Any, ...]]:
     """The kernel and its constants for a layout and a query length."""
     groups = _groups(query_len, target)
@@ -312,7 +315,7 @@ def variant(
         target.e4m3,
         dependent,
         one_tile,
-        one_wave,
+        early,
     )
     return (score_kernel if groups == 1 else wide_score_kernel), constants
 
@@ -327,9 +330,12 @@ def _tile_rows(layout: ShardLayout) -> int:
 
 def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
-    launches = [(False, False, False), (False, True, False)]
+    launches = [(False, False, NONE.value), (False, True, NONE.value)]
     if target.dependent_launch:
-        launches += [(True, False, False), (True, True, False), (True, True, True)]
+        launches += [
+            (True, False, NONE.value),
+            *((True, True, early.value) for early in (NONE, FIRST_WAVE, ALL)),
+        ]
     for world_size, page_size in product(WORLD_SIZES, PAGE_SIZES):
         layout = ShardLayout(world_size, 0, page_size)
         for groups in range(1, _groups(MAX_QUERY_ROWS // NUM_HEADS, target) + 1):
@@ -343,12 +349,10 @@ class Plan:
 
     kernel: Kernel
     constants: tuple[Any, ...]
-    programs: int
-    """Of a request."""
+    grid: tuple[int, ...]
     gaps: int
     early: int
-    """Programs that read keys while the predecessor runs, where not all do and a program has one tile."""
-    alternate: bool
+    """Programs of the first wave, where there are gaps."""
 
 
 @lru_cache(1024)
@@ -364,20 +368,18 @@ def plan(
     """How a batch is cut. Looks at sizes alone, never at a length."""
     tiles = int(ceil_div(columns * layout.rows, _tile_rows(layout)))
     programs = min(tiles, max(1, schedule.programs // requests))
+    one_tile = programs == tiles
+    grid: tuple[int, ...] = (tiles, requests) if one_tile else (requests, programs)
     dependent = enable_pdl and target.dependent_launch
     residents = schedule.residents(target, wide=_groups(query_len, target) > 1)
-    one_tile = programs == tiles
-    one_wave = dependent and one_tile and tiles * requests <= residents
-    several_waves = dependent and one_tile and not one_wave
-    chosen, constants = variant(layout, query_len, target, dependent, one_tile, one_wave)
-    return Plan(
-        chosen,
-        constants,
-        programs,
-        gaps=min(residents, schedule.gaps * target.multiprocessors) if several_waves else 0,
-        early=residents if several_waves else 0,
-        alternate=not one_tile or tiles * requests < schedule.alternate_below,
-    )
+    early, gaps = NONE, 0
+    if dependent and one_tile and tiles * requests <= residents:
+        early = ALL
+    elif dependent and one_tile and tiles * requests < schedule.gaps_below:
+        early, gaps = FIRST_WAVE, min(residents, schedule.gaps * target.multiprocessors)
+        grid = (tiles * requests + gaps,)
+    chosen, constants = variant(layout, query_len, target, dependent, one_tile, early.value)
+    return Plan(chosen, constants, grid, gaps, residents)
 
 
 def launch_scores(
@@ -402,7 +404,7 @@ def launch_scores(
     device = index_q.device
     cut = plan(SCHEDULE, layout, decode_query_len, target_of(device), columns, requests, enable_pdl)
     cut.kernel(
-        (cut.programs * requests + cut.gaps,),
+        cut.grid,
         (
             index_q,
             index_k,
@@ -420,10 +422,8 @@ def launch_scores(
             decode_query_len,
             layout.key_position(0, 0),
             requests,
-            cut.programs,
             cut.gaps,
             cut.early,
-            int(cut.alternate),
         ),
         cut.constants,
         device,
