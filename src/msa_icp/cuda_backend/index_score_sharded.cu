@@ -167,10 +167,10 @@ struct QueryRows {
 
 // What all threads know of a piece. It lies in shared memory: the products leave no registers for it.
 struct Piece {
-  int index;                   // of the item
-  int end;                     // its tile behind the piece
-  unsigned last;               // the upper half of the share's word
-  const int* table;            // the segment's pages
+  int index;  // of the item
+  int end;    // its tile behind the piece
+  unsigned last;                        // the upper half of the share's word
+  const int* table;                     // the segment's pages
   float* scores[kItemTokens * kHeads];  // a row each, from the segment's first column
   int last_keys[kItemTokens];  // below 0 also for a token that has no row
   int seen[kGroups];           // tiles, from the segment's first, of which a token of the warp group sees a key
@@ -178,8 +178,8 @@ struct Piece {
 };
 
 // By a thread a row, of which the first ones do more.
-__device__ __forceinline__ void describe_piece(Piece& piece, const Arguments& with, const Item& item, int index, int end,
-                                               unsigned last_word) {
+__device__ __forceinline__ void describe_piece(Piece& piece, const Arguments& with, const Item& item, int index,
+                                               int end, unsigned last_word) {
   const int token = threadIdx.x;
   if (threadIdx.x >= kItemTokens * kHeads) return;
   piece.scores[threadIdx.x] = with.max_score + (item.first_row + threadIdx.x / kHeads) * with.token_stride +
@@ -202,8 +202,8 @@ __device__ __forceinline__ void describe_piece(Piece& piece, const Arguments& wi
   }
 }
 
-// Of maxima at kCount places a lane keeps those at places whose bit kBit is as its own, over it and the lane across, which
-// it sends the others: half as many steps as all maxima in all lanes would take. They lie where the bit is 0.
+// Of maxima at kCount places a lane keeps those at places whose bit kBit is as its own, over it and the lane across,
+// to which it sends the others: half as many steps as all maxima in all lanes would take. They lie where the bit is 0.
 template <int kCount, int kBit>
 __device__ __forceinline__ void share_out(float (&best)[kCount], int lane) {
 #pragma unroll
@@ -219,8 +219,8 @@ __device__ __forceinline__ void share_out(float (&best)[kCount], int lane) {
   }
 }
 
-// The maxima of the products over each page, and their places in the score rows. Four lanes hold two rows of the item, of
-// four columns of every eight; each stores its share of the maxima, as far as there are enough.
+// The maxima of the products over each page, and their places in the score rows. Four lanes hold two rows of the item,
+// each two of every eight keys, and store a share of the maxima each, as far as there are enough.
 struct ScoreRows {
   static constexpr int kCount = 2 * kTilePages;  // place: page + kTilePages for the second row
   static constexpr int kTurns = (kCount + 3) / 4;
@@ -229,8 +229,8 @@ struct ScoreRows {
   __device__ __forceinline__ static int place(int turn) { return turn * 4 + threadIdx.x % 4; }
   __device__ __forceinline__ static int row(int turn) { return row() + place(turn) / kTilePages % 2 * 8; }
 
-  __device__ __forceinline__ static void put(const Arguments& with, const float (&sums)[64], const Piece& piece, int tile,
-                                             bool whole) {
+  __device__ __forceinline__ static void put(const Arguments& with, const float (&sums)[64], const Piece& piece,
+                                             int tile, bool whole) {
     float best[kCount];
     if (whole) {
       take<true>(best, sums, with, piece, tile);
@@ -324,8 +324,24 @@ __device__ __forceinline__ void do_piece(const Arguments& with, const Piece& pie
     meet_warp();
     if (lane == 0) arrive(&ring.full[stage]);
   };
+  // The next tile, whose keys were fetched a tile ago, and the fetch of the one after that.
+  const auto prepare_next = [&](int tile) {
+    if (tile + 1 >= piece.end) return;
+    convert(done + 1);
+    if (tile + 2 < piece.end) share.fetch(with, next_page);
+    next_page = TileShare::page_of(with, piece.table, tile + 3);
+  };
   convert(done);
   share = second;
+  // A warp group that sees nothing of the piece converts keys for the others. The vote tells the compiler that the warp
+  // takes one way; a condition within the loop would make it wait for each product.
+  if (!true_for_all(piece.seen[group] > begin)) {
+    for (int tile = begin; tile < piece.end; ++tile, ++done) {
+      wait_for(&ring.full[done % kStages], done / kStages % 2);
+      prepare_next(tile);
+    }
+    return;
+  }
   unsigned queries[kSteps][4];
   arrivals.rows.convert(queries);
 
@@ -334,19 +350,13 @@ __device__ __forceinline__ void do_piece(const Arguments& with, const Piece& pie
     const Descriptor keys = describe(ring.stages + stage * kStageBytes, kPlaneBytes, kCoreBytes);
     float sums[64];
     wait_for(&ring.full[stage], done / kStages % 2);
-    // Warp groups without a token multiply as well: a condition here makes the compiler wait for each product.
     begin_products();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       multiply_add_async(sums, queries[step], keys.on(step * kStepBytes), step > 0);
     }
     end_products();
-    // Meanwhile the next tile, whose keys were fetched a tile ago, and the fetch of the one after that.
-    if (tile + 1 < piece.end) {
-      convert(done + 1);
-      if (tile + 2 < piece.end) share.fetch(with, next_page);
-      next_page = TileShare::page_of(with, piece.table, tile + 3);
-    }
+    prepare_next(tile);
     wait_for_products(sums);
     if (tile < piece.seen[group]) ScoreRows::put(with, sums, piece, tile, tile < piece.whole[group]);
   }
