@@ -60,7 +60,7 @@ def test_products_that_wait_for_each_other_are_an_error(monkeypatch):
         source = real(self, *arguments)
         for before in ("    begin_products();\n", "    wait_for_products(sums);\n"):
             assert source.count(before) == 1
-            source = source.replace(before, f"    if (piece.most[group] > 9) {{\n{before}")
+            source = source.replace(before, f"    if (piece.seen[group] > 9) {{\n{before}")
         return source.replace("    end_products();\n", "    end_products();\n    }\n").replace(
             "    wait_for_products(sums);\n", "    wait_for_products(sums);\n    }\n"
         )

@@ -166,10 +166,28 @@ MUTANTS = (
         (
             (
                 "cuda_backend/index_score_sharded.cu",
-                "last_keys[i / 2 % 2], static",
-                "last_keys[i / 2 % 2] + 1, static",
+                "at % kTilePages, last_key, static",
+                "at % kTilePages, last_key + 1, static",
             ),
         ),
+        KERNEL_WINDOW_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel's lanes send the maxima that they keep",
+        (
+            (
+                "cuda_backend/index_score_sharded.cu",
+                "const float sent = lane & kBit ? best[place] : best[place | kBit];",
+                "const float sent = lane & kBit ? best[place | kBit] : best[place];",
+            ),
+        ),
+        KERNEL_WINDOW_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel's window takes a tile that not all see for whole",
+        (("cuda_backend/index_score_sharded.cu", "(item.last_key(first) + 1)", "(item.last_key(last) + 1)"),),
         KERNEL_WINDOW_TESTS,
         emulated=True,
     ),

@@ -2,11 +2,8 @@
 //
 // A CTA does one worker's share of the plan, piece by piece. Of an item it holds the queries, up to 64 tokens of four
 // heads, as fp16 in registers: 64 rows a warp group. Keys come in tiles of 128 rows. All warps convert a tile to fp16
-// in shared memory, in a ring of kStages, and every warp group multiplies it by its queries while the next tile is
-// converted and the one after that is on its way in registers.
-//
-// The warp groups take turns in two halves: while the products of one half run, the other takes the maxima of its own,
-// which would else find the matrix units idle in all of them at once.
+// in shared memory, in a ring of kStages, and every warp group that sees some of it multiplies it by its queries while
+// the next tile is converted and the one after that is on its way in registers.
 //
 // Launch: CTAs (workers), kThreads threads, kStages * kStageBytes of dynamic shared memory.
 
@@ -22,7 +19,6 @@ constexpr int kBlock = 128;
 constexpr int kItemTokens = 64;
 constexpr int kUnitBlocks = 4;
 constexpr int kGroups = 4;  // warp groups
-constexpr int kHalves = 2;  // of the warp groups, which take turns
 constexpr int kWarps = kGroups * kGroupWarps;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kGroupTokens = kItemTokens / kGroups;
@@ -32,6 +28,7 @@ constexpr unsigned kNan = 0x7f7f7f7f;  // four e4m3 NaN
 constexpr int kTileKeys = 128;
 constexpr int kTilePages = kTileKeys / Layout::kRows;
 constexpr int kPageBlocks = PAGE / kBlock;
+constexpr int kTileSpan = kTilePages * PAGE;  // positions, of all ranks' keys
 constexpr int kUnitTiles = kUnitBlocks / kPageBlocks / kTilePages;
 
 // A tile in shared memory: for each step of 16 k two planes of 8 k, each the cores of all 128 keys.
@@ -80,40 +77,26 @@ struct Item {
   }
 };
 
-__device__ __forceinline__ Item read_item(const Arguments& with, long long index) {
-  Item item = {0, 0, 0, 0, 0};
-  if (index >= with.capacity) return item;
-  const long long info = load(with.work_info + index);
-  const int segment = static_cast<int>(info & 0xffff);
-  if (segment >= with.batch) return item;
-  const long long first = (info >> 16 & 0xffff) * kItemTokens;
-  const long long left = load(with.qo_lens + segment) - first;
-  const int kv_len = load(with.kv_lens + segment);
-  const long long most = with.columns * kBlock;
-  item.segment = segment;
-  item.tokens = left < kItemTokens ? static_cast<int>(left < 0 ? 0 : left) : kItemTokens;
-  item.first_row = load(with.qo_starts + segment) + first;
-  item.first_position = load(with.qo_offset + segment) + first;
-  item.keys = kv_len < most ? (kv_len < 0 ? 0 : kv_len) : static_cast<int>(most);
-  return item;
-}
-
 // The keys of a tile that a thread converts, on their way: both halves' 16 bytes of one row.
 struct TileShare {
   Words halves[2];
 
   __device__ __forceinline__ static int row() { return threadIdx.x / 4; }
 
-  __device__ __forceinline__ static int page_of(const Arguments& with, int segment, int tile) {
+  // The thread's page of a tile. Columns behind the table lie behind what any token sees: any page will do.
+  __device__ __forceinline__ static int page_of(const Arguments& with, const int* table, int tile) {
     const int column = tile * kTilePages + row() / Layout::kRows;
-    return column < with.table_columns ? load(with.block_table + segment * with.table_stride + column) : -1;
+    const int last = static_cast<int>(with.table_columns) - 1;
+    return load(table + (column < last ? column : last));
   }
 
   __device__ __forceinline__ void fetch(const Arguments& with, int page) {
-    // Rows of a page that cannot be read count as NaN, which no maximum takes.
-    halves[0] = halves[1] = Words{kNan, kNan, kNan, kNan};
     if (page >= 0 && page < with.pages) {
-      load_halves(halves, with.k + page * with.page_pitch + row() % Layout::kRows * kDim + threadIdx.x % 4 * 16);
+      load_halves(halves, with.k + static_cast<unsigned>(page) * with.page_pitch + row() % Layout::kRows * kDim +
+                              threadIdx.x % 4 * 16);
+    } else {
+      // Rows of a page that cannot be read count as NaN, which no maximum takes.
+      halves[0] = halves[1] = Words{kNan, kNan, kNan, kNan};
     }
   }
 
@@ -129,6 +112,27 @@ struct TileShare {
     }
   }
 };
+
+// The item, and the page of tile `begin`: all loads that need no more than the segment are on their way together.
+__device__ __forceinline__ Item read_item(const Arguments& with, long long index, int begin, int& page) {
+  Item item = {0, 0, 0, 0, 0};
+  if (index >= with.capacity) return item;
+  const long long info = load(with.work_info + index);
+  const int segment = static_cast<int>(info & 0xffff);
+  if (segment >= with.batch || with.table_columns == 0) return item;
+  const long long first = (info >> 16 & 0xffff) * kItemTokens;
+  const long long left = load(with.qo_lens + segment) - first;
+  const int kv_len = load(with.kv_lens + segment);
+  const int* table = with.block_table + segment * with.table_stride;
+  page = TileShare::page_of(with, table, begin);
+  const long long most = with.columns * kBlock;
+  item.segment = segment;
+  item.tokens = left < kItemTokens ? static_cast<int>(left < 0 ? 0 : left) : kItemTokens;
+  item.first_row = load(with.qo_starts + segment) + first;
+  item.first_position = load(with.qo_offset + segment) + first;
+  item.keys = kv_len < most ? (kv_len < 0 ? 0 : kv_len) : static_cast<int>(most);
+  return item;
+}
 
 // Whether token `i` of an item has a row in the window.
 __device__ __forceinline__ bool has_row(const Arguments& with, const Item& item, int token) {
@@ -161,195 +165,235 @@ struct QueryRows {
   }
 };
 
-__device__ __forceinline__ void store_column(const Arguments& with, float* scores, int column, int last_key,
-                                             float score) {
-  // A column belongs to the causal prefix if the token may see its first key, whoever holds that.
-  if (with.compact) {
-    if (column * PAGE <= last_key) scores[column] = score;
-    return;
-  }
-  const int own = static_cast<int>(with.rank) * kPageBlocks / WORLD;
-#pragma unroll
-  for (int i = 0; i < kPageBlocks; ++i) {
-    const int block = column * kPageBlocks + i;
-    // This rank holds no row of the page's other block.
-    if (block * kBlock <= last_key) scores[block] = i == own ? score : minus_infinity();
-  }
-}
-
 // What all threads know of a piece. It lies in shared memory: the products leave no registers for it.
 struct Piece {
-  Item item;
+  int index;  // of the item
+  int end;    // its tile behind the piece
+  unsigned last;                        // the upper half of the share's word
+  const int* table;                     // the segment's pages
+  float* scores[kItemTokens * kHeads];  // a row each, from the segment's first column
   int last_keys[kItemTokens];  // below 0 also for a token that has no row
-  int least[kGroups];          // the last key that all tokens of a warp group see
-  int most[kGroups];           // and the last one that any of them sees
+  int seen[kGroups];           // tiles, from the segment's first, of which a token of the warp group sees a key
+  int whole[kGroups];          // and those of which all its tokens see every key
 };
 
-// The maxima of the products over each page, and their places in the score rows. A thread holds rows `row` and `row` + 8
-// of the item.
-__device__ __forceinline__ void store_scores(const Arguments& with, const float (&sums)[64], const Piece& piece, int row,
-                                             int tile, bool all_seen) {
-  const int lane = threadIdx.x % 4;  // of the four that share two rows
-  constexpr int kPageGroups = Layout::kRows / 8;
-  constexpr int kTurns = (2 * kTilePages + 3) / 4;
-  const int token = row / kHeads;
-  const int last_keys[2] = {piece.last_keys[token], piece.last_keys[token + 8 / kHeads]};
-  float best[kTilePages][2];
-#pragma unroll
-  for (int page = 0; page < kTilePages; ++page) {
-    const int column = tile * kTilePages + page;
-    const float* products = sums + page * kPageGroups * 4;
-    best[page][0] = best[page][1] = minus_infinity();
-    if (all_seen) {
-#pragma unroll
-      for (int i = 0; i < kPageGroups * 4; ++i) {
-        best[page][i / 2 % 2] = larger(best[page][i / 2 % 2], products[i]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kPageGroups * 4; ++i) {
-        // The key is row i / 4 * 8 + lane * 2 + i % 2 of the page.
-        const int seen = Layout::rows_up_to(column, last_keys[i / 2 % 2], static_cast<int>(with.rank)) - lane * 2;
-        if (i / 4 * 8 + i % 2 < seen) best[page][i / 2 % 2] = larger(best[page][i / 2 % 2], products[i]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      best[page][i] = larger(best[page][i], from_lane_across(best[page][i], 1));
-      best[page][i] = larger(best[page][i], from_lane_across(best[page][i], 2));
-    }
+// By a thread a row, of which the first ones do more.
+__device__ __forceinline__ void describe_piece(Piece& piece, const Arguments& with, const Item& item, int index,
+                                               int end, unsigned last_word) {
+  const int token = threadIdx.x;
+  if (threadIdx.x >= kItemTokens * kHeads) return;
+  piece.scores[threadIdx.x] = with.max_score + (item.first_row + threadIdx.x / kHeads) * with.token_stride +
+                              threadIdx.x % kHeads * with.head_stride;
+  if (token < kItemTokens) piece.last_keys[token] = has_row(with, item, token) ? item.last_key(token) : -1;
+  if (token == 0) {
+    piece.index = index;
+    piece.end = end;
+    piece.last = last_word;
+    piece.table = with.block_table + item.segment * with.table_stride;
   }
-  // The four lanes store neighbouring columns of a row as far as there are any.
+  if (token < kGroups) {
+    const int first = token * kGroupTokens;
+    const int last = first + kGroupTokens - 1;
+    const int end = last < item.tokens ? last : item.tokens - 1;
+    const int most = first <= end ? item.last_key(end) : -1;
+    const bool all = has_row(with, item, first) && has_row(with, item, last);
+    piece.seen[token] = most < 0 ? 0 : most / kTileSpan + 1;
+    piece.whole[token] = all ? (item.last_key(first) + 1) / kTileSpan : 0;
+  }
+}
+
+// Of maxima at kCount places a lane keeps those at places whose bit kBit is as its own, over it and the lane across,
+// to which it sends the others: half as many steps as all maxima in all lanes would take. They lie where the bit is 0.
+template <int kCount, int kBit>
+__device__ __forceinline__ void share_out(float (&best)[kCount], int lane) {
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int place = turn * 4 + lane;
-    const int page = place % kTilePages;
-    const int i = place / kTilePages;
-    if (i < 2) {
-      float score = best[0][0];
-#pragma unroll
-      for (int other = 1; other < 2 * kTilePages; ++other) {
-        if (place == other) score = best[other % kTilePages][other / kTilePages];
-      }
-      const long long offset = (piece.item.first_row + token + i * (8 / kHeads)) * with.token_stride;
-      float* scores = with.max_score + offset + row % kHeads * with.head_stride;
-      // -0.0 becomes +0.0.
-      store_column(with, scores, tile * kTilePages + page, i ? last_keys[1] : last_keys[0], score + 0.0f);
+  for (int place = 0; place < kCount; ++place) {
+    if ((place & (2 * kBit - 1)) != 0) continue;
+    if ((place | kBit) < kCount) {
+      const float sent = lane & kBit ? best[place] : best[place | kBit];
+      const float kept = lane & kBit ? best[place | kBit] : best[place];
+      best[place] = larger(kept, from_lane_across(sent, kBit));
+    } else {
+      best[place] = larger(best[place], from_lane_across(best[place], kBit));
     }
   }
 }
+
+// The maxima of the products over each page, and their places in the score rows. Four lanes hold two rows of the item,
+// each two of every eight keys, and store a share of the maxima each, as far as there are enough.
+struct ScoreRows {
+  static constexpr int kCount = 2 * kTilePages;  // place: page + kTilePages for the second row
+  static constexpr int kTurns = (kCount + 3) / 4;
+
+  __device__ __forceinline__ static int row() { return threadIdx.x / kWarpSize * 16 + threadIdx.x % kWarpSize / 4; }
+  __device__ __forceinline__ static int place(int turn) { return turn * 4 + threadIdx.x % 4; }
+  __device__ __forceinline__ static int row(int turn) { return row() + place(turn) / kTilePages % 2 * 8; }
+
+  __device__ __forceinline__ static void put(const Arguments& with, const float (&sums)[64], const Piece& piece,
+                                             int tile, bool whole) {
+    float best[kCount];
+    if (whole) {
+      take<true>(best, sums, with, piece, tile);
+    } else {
+      take<false>(best, sums, with, piece, tile);
+    }
+    share_out<kCount, 1>(best, threadIdx.x % 4);
+    share_out<kCount, 2>(best, threadIdx.x % 4);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (place(turn) >= kCount) continue;
+      const int column = tile * kTilePages + place(turn) % kTilePages;
+      const int last_key = whole ? (tile + 1) * kTileSpan : piece.last_keys[row(turn) / kHeads];
+      // -0.0 becomes +0.0.
+      store_column(with, piece.scores[row(turn)], column, last_key, best[turn * 4] + 0.0f);
+    }
+  }
+
+  template <bool kWhole>
+  __device__ __forceinline__ static void take(float (&best)[kCount], const float (&sums)[64], const Arguments& with,
+                                              const Piece& piece, int tile) {
+    constexpr int kPageSums = Layout::kRows / 2;
+#pragma unroll
+    for (int at = 0; at < kCount; ++at) {
+      const int second = at / kTilePages;
+      int seen = Layout::kRows;
+      if (!kWhole) {
+        const int last_key = piece.last_keys[(row() + second * 8) / kHeads];
+        seen = Layout::rows_up_to(tile * kTilePages + at % kTilePages, last_key, static_cast<int>(with.rank)) -
+               threadIdx.x % 4 * 2;
+      }
+      best[at] = minus_infinity();
+#pragma unroll
+      for (int i = 0; i < kPageSums; ++i) {
+        // The key is row i / 4 * 8 + i % 2 of the page, and two more for each lane before.
+        if (i / 2 % 2 != second || (!kWhole && i / 4 * 8 + i % 2 >= seen)) continue;
+        best[at] = larger(best[at], sums[at % kTilePages * kPageSums + i]);
+      }
+    }
+  }
+
+  // A column belongs to the causal prefix if the token may see its first key, whoever holds that.
+  __device__ __forceinline__ static void store_column(const Arguments& with, float* scores, int column, int last_key,
+                                                      float score) {
+    if (kPageBlocks == 1 || with.compact) {
+      if (column * PAGE <= last_key) store(scores + column, score);
+      return;
+    }
+    const int own = static_cast<int>(with.rank) * kPageBlocks / WORLD;
+#pragma unroll
+    for (int i = 0; i < kPageBlocks; ++i) {
+      // This rank holds no row of the page's other block.
+      const int block = column * kPageBlocks + i;
+      if (block * kBlock <= last_key) store(scores + block, i == own ? score : minus_infinity());
+    }
+  }
+};
 
 struct Ring {
   unsigned char* stages;
   Barrier* full;
-  Barrier* empty;
-  Barrier* turn;  // of each half: the other's products have ended
 };
 
-// Tiles `begin` to `end` of an item; `done`: tiles of the ring before them.
-__device__ __forceinline__ void do_piece(const Arguments& with, const Piece& piece, int begin, int end, const Ring& ring,
-                                         unsigned done) {
+// What a piece needs first, on its way.
+struct Arrivals {
+  TileShare tile;
+  QueryRows rows;
+
+  __device__ __forceinline__ void fetch(const Arguments& with, const Item& item, int page) {
+    tile.fetch(with, page);
+    rows.fetch(with, item, ScoreRows::row());
+  }
+};
+
+// A piece's tiles from `begin`; `done`: tiles of the ring before them, and then with them.
+__device__ __forceinline__ void do_piece(const Arguments& with, const Piece& piece, const Arrivals& arrivals,
+                                         int begin, const Ring& ring, unsigned& done) {
+  // Who converts tile t + 1 has seen all convert tile t, after their products with tile t - 2.
+  static_assert(kStages >= 3);
   const int lane = threadIdx.x % kWarpSize;
   const int group = threadIdx.x / (kGroupWarps * kWarpSize);
-  const int half = group / (kGroups / kHalves);
-  const int row = threadIdx.x / kWarpSize * 16 + lane / 4;
-  // Pages, queries and the first keys are on their way together.
-  const int first_page = TileShare::page_of(with, piece.item.segment, begin);
-  const int second_page = begin + 1 < end ? TileShare::page_of(with, piece.item.segment, begin + 1) : -1;
-  int next_page = TileShare::page_of(with, piece.item.segment, begin + 2);
-  QueryRows rows;
-  rows.fetch(with, piece.item, row);
-  TileShare share;
-  share.fetch(with, first_page);
-  unsigned queries[kSteps][4];
-  rows.convert(queries);
+  const int second_page = TileShare::page_of(with, piece.table, begin + 1);
+  int next_page = TileShare::page_of(with, piece.table, begin + 2);
+  TileShare second;
+  if (begin + 1 < piece.end) second.fetch(with, second_page);
+  TileShare share = arrivals.tile;
   const auto convert = [&](unsigned tile) {
     const unsigned stage = tile % kStages;
-    const unsigned use = tile / kStages;
-    if (use > 0) wait_for(&ring.empty[stage], (use - 1) % 2);
     share.convert(ring.stages + stage * kStageBytes);
     publish_shared();
     meet_warp();
     if (lane == 0) arrive(&ring.full[stage]);
   };
+  // The next tile, whose keys were fetched a tile ago, and the fetch of the one after that.
+  const auto prepare_next = [&](int tile) {
+    if (tile + 1 >= piece.end) return;
+    convert(done + 1);
+    if (tile + 2 < piece.end) share.fetch(with, next_page);
+    next_page = TileShare::page_of(with, piece.table, tile + 3);
+  };
   convert(done);
-  share.fetch(with, second_page);
+  share = second;
+  // A warp group that sees nothing of the piece converts keys for the others. The vote tells the compiler that the warp
+  // takes one way; a condition within the loop would make it wait for each product.
+  if (!true_for_all(piece.seen[group] > begin)) {
+    for (int tile = begin; tile < piece.end; ++tile, ++done) {
+      wait_for(&ring.full[done % kStages], done / kStages % 2);
+      prepare_next(tile);
+    }
+    return;
+  }
+  unsigned queries[kSteps][4];
+  arrivals.rows.convert(queries);
 
-  for (int tile = begin; tile < end; ++tile, ++done) {
+  for (int tile = begin; tile < piece.end; ++tile, ++done) {
     const unsigned stage = done % kStages;
-    const unsigned char* keys = ring.stages + stage * kStageBytes;
+    const Descriptor keys = describe(ring.stages + stage * kStageBytes, kPlaneBytes, kCoreBytes);
     float sums[64];
     wait_for(&ring.full[stage], done / kStages % 2);
-    // The first half begins; then each waits for the other's products of the turn before.
-    if (half > 0 || done > 0) wait_for(&ring.turn[half], (done + (half > 0 ? 0 : 1)) % 2);
-    // Warp groups without a token multiply as well: a condition here makes the compiler wait for each product.
     begin_products();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      multiply_add_async(sums, queries[step], describe(keys + step * kStepBytes, kPlaneBytes, kCoreBytes), step > 0);
+      multiply_add_async(sums, queries[step], keys.on(step * kStepBytes), step > 0);
     }
     end_products();
-    // Meanwhile the next tile, whose keys were fetched a tile ago, and the fetch of the one after that.
-    if (tile + 1 < end) {
-      convert(done + 1);
-      share.fetch(with, tile + 2 < end ? next_page : -1);
-      next_page = TileShare::page_of(with, piece.item.segment, tile + 3);
-    }
+    prepare_next(tile);
     wait_for_products(sums);
-    if (lane == 0) arrive(&ring.turn[1 - half]);
-    if (tile * kTilePages * PAGE <= piece.most[group]) {
-      const bool all_seen = (tile + 1) * kTilePages * PAGE - 1 <= piece.least[group];
-      store_scores(with, sums, piece, row, tile, all_seen);
-    }
-    meet_warp();
-    if (lane == 0) arrive(&ring.empty[stage]);
+    if (tile < piece.seen[group]) ScoreRows::put(with, sums, piece, tile, tile < piece.whole[group]);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) index_score_sharded(const __grid_constant__ Arguments with) {
   __shared__ Barrier full[kStages];
-  __shared__ Barrier empty[kStages];
-  __shared__ Barrier turn[kHalves];
   __shared__ Piece piece;
   if (threadIdx.x < kStages) {
     make_barrier(&full[threadIdx.x], kWarps);
-    make_barrier(&empty[threadIdx.x], kWarps);
-    if (threadIdx.x < kHalves) make_barrier(&turn[threadIdx.x], kWarps / kHalves);
     publish_barriers();
   }
   wait_for_predecessor();
   release_dependents();
-  meet_cta();
 
-  const Ring ring = {dynamic_shared(), full, empty, turn};
+  const Ring ring = {dynamic_shared(), full};
   const unsigned long long range = static_cast<unsigned long long>(load(with.work_range + blockIdx.x));
-  const int first_item = static_cast<int>(range & 0xffff);
-  const int first_unit = static_cast<int>(range >> 16 & 0xffff);
-  const int last_item = static_cast<int>(range >> 32 & 0xffff);
-  const int last_unit = static_cast<int>(range >> 48);
+  unsigned last = static_cast<unsigned>(range >> 32);
+  int begin = static_cast<int>(range >> 16 & 0xffff) * kUnitTiles;
   unsigned done = 0;
-  for (int index = first_item; index <= last_item; ++index) {
-    const Item item = read_item(with, index);
+  for (int index = static_cast<int>(range & 0xffff); index <= static_cast<int>(last & 0xffff); ++index, begin = 0) {
+    int page;
+    const Item item = read_item(with, index, begin, page);
     if (item.tokens == 0) continue;
     // Units behind what the last token sees hold nothing, whatever the words say.
     const int blocks = (item.last_key(item.tokens - 1) + kBlock) / kBlock;
     const int units = (blocks + kUnitBlocks - 1) / kUnitBlocks;
-    const int begin = (index == first_item ? first_unit : 0) * kUnitTiles;
-    const int end = (index == last_item && last_unit < units ? last_unit : units) * kUnitTiles;
+    const int last_unit = last >> 16;
+    const int end = (index == static_cast<int>(last & 0xffff) && last_unit < units ? last_unit : units) * kUnitTiles;
     if (begin >= end) continue;
+    Arrivals arrivals;
+    arrivals.fetch(with, item, page);
     meet_cta();  // nobody needs the piece before
-    if (threadIdx.x == 0) piece.item = item;
-    if (threadIdx.x < kItemTokens) {
-      piece.last_keys[threadIdx.x] = has_row(with, item, threadIdx.x) ? item.last_key(threadIdx.x) : -1;
-    }
-    if (threadIdx.x < kGroups) {
-      const int first = threadIdx.x * kGroupTokens;
-      const int last = first + kGroupTokens < item.tokens ? first + kGroupTokens : item.tokens;
-      piece.least[threadIdx.x] = last - first == kGroupTokens ? item.last_key(first) : -1;
-      piece.most[threadIdx.x] = first < last ? item.last_key(last - 1) : -1;
-    }
+    describe_piece(piece, with, item, index, end, last);
     meet_cta();
-    do_piece(with, piece, begin, end, ring, done);
-    done += end - begin;
+    do_piece(with, piece, arrivals, begin, ring, done);
+    index = piece.index;
+    last = piece.last;
   }
 }

@@ -6,6 +6,8 @@ constexpr int kGroupWarps = 4;
 struct Descriptor {
   const unsigned char* cores;
   unsigned next_k, next_columns;
+
+  Descriptor on(unsigned bytes) const { return {cores + bytes, next_k, next_columns}; }
 };
 
 inline Descriptor describe(const unsigned char* cores, unsigned next_k, unsigned next_columns) {

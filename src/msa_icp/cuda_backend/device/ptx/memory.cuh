@@ -51,6 +51,10 @@ __device__ __forceinline__ void store(int* to, int value) {
   asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store(float* to, float value) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+
 __device__ __forceinline__ void store(Words* to, const Words& value) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.word[0]), "r"(value.word[1]),
                "r"(value.word[2]), "r"(value.word[3])

@@ -6,6 +6,9 @@ constexpr int kGroupWarps = 4;
 // contiguous bytes; `next_k` and `next_columns` bytes lead to the core of the next 8 k and of the next 8 columns.
 struct Descriptor {
   unsigned low, high;
+
+  // The same `bytes` further on, a multiple of 16.
+  __device__ __forceinline__ Descriptor on(unsigned bytes) const { return {low + (bytes >> 4), high}; }
 };
 
 __device__ __forceinline__ Descriptor describe(const unsigned char* cores, unsigned next_k, unsigned next_columns) {
