@@ -43,25 +43,63 @@ __device__ __forceinline__ bool is_forced(Key key) {
   return key >> (kIdBits + 32) != 0;
 }
 
-// How many of `count` keys in shared memory, an even number, are larger.
+// How many of `count` keys in shared memory, at least one, are larger. As many as round up to a multiple of `Step` are
+// looked at.
+template <int Step>
 __device__ __forceinline__ int larger_keys(const Key* keys, int count, Key own) {
   int larger = 0;
-#pragma unroll 8
-  for (int i = 0; i < count; ++i) larger += keys[i] > own;
+  int first = 0;
+#pragma unroll 1
+  do {
+#pragma unroll
+    for (int i = 0; i < Step; ++i) larger += keys[first + i] > own;
+    first += Step;
+  } while (first < count);
   return larger;
 }
 
-// Where a block of the selected 16 goes in a row: ids ascending, what is no candidate last. `best` are 16 keys.
-struct Placed {
-  int id;
-  int place;
+// Which columns of a row are candidates, and which of them are forced.
+struct Blocks {
+  int num_valid;
+  int force_begin;
+  int force_end;
+  int scale;  // 1, 2 or 4: half of it is the shift
+  int offset;
+
+  // How many columns stand for blocks below `id`, of those that can be candidates.
+  __device__ __forceinline__ int columns_below(int id) const {
+    const int below = id < kMostBlocks ? id : kMostBlocks;
+    return below > offset ? (below - offset + scale - 1) >> (scale >> 1) : 0;
+  }
+
+  __device__ __forceinline__ Key key(float score, int column) const {
+    return ranking_key(score, column * scale + offset, num_valid, force_begin, force_end);
+  }
+
+  __device__ __forceinline__ int column_of(Key key) const {
+    return (block_of(key) - offset) >> (scale >> 1);
+  }
 };
 
-__device__ __forceinline__ Placed place_ascending(const Key* best, int index) {
-  const auto order = [&](int i) { return best[i] != 0 ? block_of(best[i]) : kMostBlocks + i; };
-  const int own = order(index);
-  Placed placed = {best[index] != 0 ? own : kPaddingId, 0};
+// The ids of 16 selected blocks in shared memory, in any order. Where there is none an entry keeps what `clear` gives it,
+// which comes behind all ids.
+struct alignas(16) Selected {
+  int order[kTop];
+
+  __device__ __forceinline__ void clear(int index) {
+    order[index] = kMostBlocks + index;
+  }
+
+  __device__ __forceinline__ int id(int index) const {
+    return order[index] < kMostBlocks ? order[index] : kPaddingId;
+  }
+
+  // Where an entry goes in a row: ids ascend, what is no candidate is last.
+  __device__ __forceinline__ int place(int index) const {
+    const int own = order[index];
+    int before = 0;
 #pragma unroll
-  for (int i = 0; i < kTop; ++i) placed.place += order(i) < own;
-  return placed;
-}
+    for (int i = 0; i < kTop; ++i) before += order[i] < own;
+    return before;
+  }
+};
