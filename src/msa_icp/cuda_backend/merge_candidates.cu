@@ -122,13 +122,21 @@ extern "C" __global__ void __launch_bounds__(kThreads) merge_candidates(const __
   const long long head = blockIdx.y;
   const int rank = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const long long offset = rank * with.rank_stride + head * with.head_stride + token * with.row_stride;
-  int* const counter = with.expected_generations + head * with.capacity + token;
+
+  // Before the wait: where everything is.
+  long long offset = rank * with.rank_stride + head * with.head_stride + token * with.row_stride;
+  int* counter = with.expected_generations + head * with.capacity + token;
+  const int* count = with.num_valid_pages + token;
+  int* output = with.output + token * with.token_stride + head * with.out_head_stride;
+  make_ready(offset);
+  make_ready(counter);
+  make_ready(count);
+  make_ready(output);
   if (threadIdx.x < kTop) shared.selected.clear(threadIdx.x);
   wait_for_predecessor();
   release_dependents();
 
-  const int num_valid = load(with.num_valid_pages + token);
+  const int num_valid = load(count);
   const int wanted = FORM == kTagged ? static_cast<int>(static_cast<unsigned>(load(counter)) + 1u) : 0;
   int word = 0;
   bool there = false;
@@ -165,16 +173,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) merge_candidates(const __
   meet_cta();
 
   if (threadIdx.x >= kWarpSize) return;
-  const int order = shared.selected.order[lane % kTop];
-  int same = 0;
-#pragma unroll
-  for (int i = 0; i < kTop; ++i) same += shared.selected.order[i] == order;
-  if (!true_for_all(same == 1)) select_distinct(shared);
+  int place = shared.selected.place(lane % kTop);
+  if (__builtin_expect(bits_of_warp(1u << place) != (1u << kTop) - 1, false)) {  // two are of one block
+    select_distinct(shared);
+    place = shared.selected.place(lane % kTop);
+  }
   if (lane < kTop) {
-    const int place = shared.selected.place(lane);
     int block = shared.selected.id(lane);
     // A padding token of a prefill window attends to block 0, which always exists.
     if (FORM == kPrefill && num_valid <= 0 && place == 0) block = 0;
-    store(with.output + token * with.token_stride + head * with.out_head_stride + place, block);
+    store(output + place, block);
   }
 }

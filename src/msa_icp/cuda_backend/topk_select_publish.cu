@@ -118,7 +118,7 @@ struct Batch {
     for (int i = 0; i < kAtOnce; ++i) level[i] = minus_infinity();
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (i * kThreads >= ahead) break;
+      if ((i & (i - 1)) == 0 && i * kThreads >= ahead) break;  // not at every one: it takes time, too
       const int column = first + i * kThreads;
       const float own = row.level(read[i], column);
       level[i] = column < row.columns ? own : minus_infinity();
@@ -153,9 +153,7 @@ __device__ __forceinline__ float find_floor(Shared& shared, float own) {
   const float* const levels = shared.best_of + warp * kWarpSize;
   shared.best_of[threadIdx.x] = own;
   meet_warp();
-  int above = 0;
-#pragma unroll
-  for (int i = 0; i < kWarpSize; ++i) above += levels[i] > own;
+  const int above = count_where<kWarpSize>([&](int i) { return levels[i] > own; });
   // 16 columns of one warp reach its 16th, and four of every warp the smallest of the fourths.
   const unsigned ordered = ordered_bits(bits_of(own));
   const unsigned last = smallest_of_warp(above < kTop ? ordered : ~0u);
@@ -222,20 +220,22 @@ __device__ __forceinline__ void narrow(Shared& shared, const Row& row) {
 __device__ __forceinline__ int list_best(Shared& shared, const Row& row, Batch& batch) {
   float own = batch.best(row);
   const int batches = (row.columns + kBatch - 1) / kBatch;
-  if (batches > 1) shared.best_of_batch[0][threadIdx.x] = own;
+  if (__builtin_expect(batches > 1, false)) {
+    shared.best_of_batch[0][threadIdx.x] = own;
 #pragma unroll 1
-  for (int i = 1; i < batches; ++i) {
-    batch.take(row.scores, i * kBatch, row.columns);
-    const float best = batch.best(row);
-    shared.best_of_batch[i][threadIdx.x] = best;
-    own = larger(own, best);
+    for (int i = 1; i < batches; ++i) {
+      batch.take(row.scores, i * kBatch, row.columns);
+      const float best = batch.best(row);
+      shared.best_of_batch[i][threadIdx.x] = best;
+      own = larger(own, best);
+    }
   }
   const float floor = find_floor(shared, own);
   if (own >= floor) {
     int i = 0;
 #pragma unroll 1
     do {
-      if (batches > 1) {
+      if (__builtin_expect(batches > 1, false)) {
         // Each thread goes on to its next batch that has something.
 #pragma unroll 1
         while (i < batches && !(shared.best_of_batch[i][threadIdx.x] >= floor)) ++i;
@@ -248,7 +248,7 @@ __device__ __forceinline__ int list_best(Shared& shared, const Row& row, Batch& 
   }
   meet_cta();
   const int listed = shared.listed;
-  if (listed <= kRoom) return listed;
+  if (__builtin_expect(listed <= kRoom, true)) return listed;
   narrow(shared, row);
   return kTop;
 }

@@ -23,11 +23,12 @@ __device__ __forceinline__ int unordered_bits(unsigned ordered) {
 
 // From the top: forced or not, the score (NaN as -inf, -0.0 as +0.0), the lower id.
 __device__ __forceinline__ Key ranking_key(float score, int id, int num_valid, int force_begin, int force_end) {
-  if (id < 0 || id >= num_valid || id >= kMostBlocks) return 0;
+  const bool candidate = (id >= 0) & (id < num_valid) & (id < kMostBlocks);
   const float number = score == score ? score + 0.0f : minus_infinity();
   const unsigned ordered = ordered_bits(bits_of(number));
-  const bool forced = id < force_begin || id >= num_valid - force_end;
-  return (static_cast<Key>(forced) << 32 | ordered) << kIdBits | static_cast<unsigned>(kMostBlocks - 1 - id);
+  const bool forced = (id < force_begin) | (id >= num_valid - force_end);
+  const Key key = (static_cast<Key>(forced) << 32 | ordered) << kIdBits | static_cast<unsigned>(kMostBlocks - 1 - id);
+  return candidate ? key : 0;
 }
 
 __device__ __forceinline__ int block_of(Key key) {
@@ -43,6 +44,18 @@ __device__ __forceinline__ bool is_forced(Key key) {
   return key >> (kIdBits + 32) != 0;
 }
 
+// For how many i below `Count`, a multiple of four, `holds(i)` is true. Added up as floats, in four sums: the FP32 units
+// have nothing else to do, and no addition waits for the one before. The last bits of a sum from 2**23 on are a number.
+template <int Count, class Holds>
+__device__ __forceinline__ int count_where(const Holds& holds) {
+  float sums[4] = {1 << 23, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    if (holds(i)) sums[i % 4] += 1;
+  }
+  return bits_of(sums[0] + sums[1] + (sums[2] + sums[3])) & 0xffff;
+}
+
 // How many of `count` keys in shared memory, at least one, are larger. As many as round up to a multiple of `Step` are
 // looked at.
 template <int Step>
@@ -51,8 +64,7 @@ __device__ __forceinline__ int larger_keys(const Key* keys, int count, Key own) 
   int first = 0;
 #pragma unroll 1
   do {
-#pragma unroll
-    for (int i = 0; i < Step; ++i) larger += keys[first + i] > own;
+    larger += count_where<Step>([&](int i) { return keys[first + i] > own; });
     first += Step;
   } while (first < count);
   return larger;
@@ -69,7 +81,7 @@ struct Blocks {
   // How many columns stand for blocks below `id`, of those that can be candidates.
   __device__ __forceinline__ int columns_below(int id) const {
     const int below = id < kMostBlocks ? id : kMostBlocks;
-    return below > offset ? (below - offset + scale - 1) >> (scale >> 1) : 0;
+    return ((below > offset ? below : offset) - offset + scale - 1) >> (scale >> 1);
   }
 
   __device__ __forceinline__ Key key(float score, int column) const {
@@ -97,9 +109,6 @@ struct alignas(16) Selected {
   // Where an entry goes in a row: ids ascend, what is no candidate is last.
   __device__ __forceinline__ int place(int index) const {
     const int own = order[index];
-    int before = 0;
-#pragma unroll
-    for (int i = 0; i < kTop; ++i) before += order[i] < own;
-    return before;
+    return count_where<kTop>([&](int i) { return order[i] < own; });
   }
 };
