@@ -98,6 +98,21 @@ def test_a_source_is_whole_and_needs_no_header(source):
     assert len(kinds) == len(set(kinds)), "a header is there twice"
 
 
+def test_a_spread_launch_fits_at_once_and_no_denser():
+    """228 KB a multiprocessor, of which a CTA takes 1 KB more than it has."""
+    for ctas in (1, 4, 131, 132, 133, 256, 264, 265, 1024, 132 * 15, 132 * 15 + 1, 5000):
+        for static_bytes in (0, 700, 6500):
+            dynamic = loader.spread_bytes(ctas, 132, 128, static_bytes)
+            each = dynamic + static_bytes + 1024
+            share = -(-ctas // 132)
+            if dynamic:
+                assert share * each <= 228 * 1024 < (share + 1) * each
+                assert dynamic + static_bytes <= 227 * 1024
+            else:
+                assert share >= 16 or (share + 1) * each > 228 * 1024
+    assert loader.spread_bytes(132, 132, 128, 6500) < loader.spread_bytes(1, 1, 128, 0) < 117 * 1024
+
+
 COMPILE = """
 from msa_icp import cuda_backend
 kernel = next(k for k in cuda_backend.kernels() if k.variant.source == "merge_candidates")

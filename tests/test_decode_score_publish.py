@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -162,6 +163,30 @@ def test_a_late_publish_stores_nothing(backend, device):
     assert (group[1].recv[0, 0, :, 1].cpu() == 7).all()
     assert group[0].recv[0, 0, :, :, 32].tolist() == [[1, 1]] * 2
     assert group[1].recv[0, 0, :, 0, 32].tolist() == [1, 1]
+
+
+@forms
+@pytest.mark.parametrize("step", [4, 8, 20])
+def test_rounds_of_any_size(backend, device, monkeypatch, step, tagged):
+    """The best so far goes from round to round, also where a round has no candidate."""
+    if backend != "cuda":
+        pytest.skip("rounds of the CUDA backend")
+    monkeypatch.setattr(
+        importlib.import_module("msa_icp.cuda_backend.decode_score_publish"),
+        "pool_rounds",
+        lambda columns: [(first, min(step, columns - first)) for first in range(0, columns, step)],
+    )
+    case = cases.decode_case(
+        "",
+        2,
+        128,
+        seq_lens=(45 * 128 + 3, 0, 70, 17 * 128),
+        keys=cases.full_range,
+        queries=cases.full_range,
+        init_blocks=1,
+        local_blocks=2,
+    )
+    assert_equal_rows(case, backend, device, tagged=tagged)
 
 
 @pytest.mark.large

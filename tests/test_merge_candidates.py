@@ -126,6 +126,33 @@ def test_ties_go_to_the_lower_id_whoever_sent_it(backend, device):
     assert merge_pairs(backend, device, [odd, even], 40) == list(range(16))
 
 
+@worlds
+def test_blocks_that_every_rank_sent(backend, device, world_size):
+    """All ranks send the same 16, or the last one another block among them."""
+    storage = group_of(world_size, device)[0]
+    same = [(3 * b, float(b)) for b in range(16)]
+    for others in ([], [(1, 0.5)], [(1, 99.0)]):
+        for rank in range(world_size):
+            pairs = [*others, *same[len(others) :]] if rank == world_size - 1 else same
+            for head in range(storage.heads_per_rank):
+                put(storage, 0, rank, head, 0, pairs)
+        got = merge(storage, [100], backend=backend)[0].tolist()
+        every = [*same, *others]
+        truth = padded(reference.merge(every, 100, 0, 0))
+        assert got == [truth] * storage.heads_per_rank
+
+
+def test_a_block_twice_and_none_to_spare(backend, device):
+    """The 17th best candidate comes in where two of the best 16 are one block."""
+    first = [(b, 10.0 + b) for b in range(16)]
+    second = [(b, 10.5 + b) for b in range(8)] + [(40 + b, float(b)) for b in range(8)]
+    assert merge_pairs(backend, device, [first, second], 100) == list(range(16))
+    assert merge_pairs(backend, device, [first[:15], second], 100) == [*range(15), 47]
+    assert merge_pairs(backend, device, [[(5, 1.0)] * 16, [(5, 1.0)] * 15 + [(4, 0.0)]], 100) == padded(
+        [4, 5]
+    )
+
+
 @pytest.mark.parametrize("num_valid", [0, -1, -(2**31)])
 def test_padding(backend, device, num_valid):
     rows = [[(0, 1.0), (1, 2.0)], [(2, 3.0)]]

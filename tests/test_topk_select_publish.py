@@ -9,6 +9,7 @@ from helpers import (
     NEG_INF,
     SHORT_SPIN,
     assert_same,
+    interpreted_only_if,
     publish,
     random_scores,
     selected_words,
@@ -165,6 +166,79 @@ def test_forced_end_blocks_of_more_than_8192(backend, device):
         publish(group[0], scores, [num_valid], backend=backend, force=(0, 4))
         ids = published(group, 0, 0, False)[0][0][16:32]
         assert ids == [*range(16 - forced), *range(8192 - forced, 8192)]
+
+
+CORNERS = {
+    "ascending": lambda ids: ids,
+    "descending": lambda ids: -ids,
+    "one class of columns modulo 128": lambda ids: torch.where(ids % 128 == 77, -ids, -1e6 - ids),
+    "one of modulo 1024": lambda ids: torch.where(ids % 1024 == 1001, -ids, -1e6 - ids),
+    "neighbours": lambda ids: torch.where((ids >= 40) & (ids < 56), 1.0 * ids, -1.0 * ids),
+    "one warp": lambda ids: torch.where(ids % 128 >= 96, ids + 1e6, 1.0 * ids),
+    "fifteen lanes of every warp": lambda ids: torch.where(ids % 32 < 15, ids + 1e6, 1.0 * ids),
+    "sixteen lanes of one warp": lambda ids: torch.where(
+        (ids % 128 >= 48) & (ids % 128 < 64), ids + 1e6, -ids
+    ),
+    "four lanes of every warp": lambda ids: torch.where(ids % 32 >= 28, ids + 1e6, -1.0 * ids),
+    "three lanes of a warp": lambda ids: torch.where((ids % 32 < 5) & (ids % 128 > 2), ids + 1e6, -1.0 * ids),
+    "all equal": lambda ids: 0.0 * ids,
+    "equal but for the last": lambda ids: (ids == ids.max()) * 1.0,
+    "two scores": lambda ids: (ids % 3 == 1) * 1.0,
+    "fifteen numbers": lambda ids: torch.where(ids % 17 + ids // 255 * 99 == 5, -ids, float("-inf")),
+    "infinite": lambda ids: torch.where(ids % 2 == 0, float("inf"), float("-inf")),
+    "NaN or a number": lambda ids: torch.where(ids % 5 == 0, float("nan"), -ids),
+    "nothing but NaN": lambda ids: ids * float("nan"),
+    "signalling NaN": lambda ids: (ids.int() * 977 + 0x7F800001).view(torch.float32),
+}
+"""Rows of scores by column, which a selection by classes of columns might get wrong."""
+WIDTHS = (16, 113, 127, 128, 129, 256, 895, 1023, 1024, 1025, 1152, 2049)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_corners_of_a_selection_by_classes(backend, device, columns):
+    interpreted_only_if(columns in (16, 129), backend, device)
+    ids = torch.arange(columns, dtype=torch.float32)
+    made = [make(ids).float() for make in CORNERS.values()]
+    count = -(-len(made) // HEADS)
+    scores = torch.stack(made + made[: count * HEADS - len(made)]).view(count, HEADS, columns)
+    for force in ((0, 0), (1, 1), (9, 7)):
+        for fewer in (0, 1, columns // 2):
+            group = group_of(2, device)
+            num_valid = [columns - fewer] * count
+            publish(group[0], scores.to(device), num_valid, backend=backend, force=force)
+            rows = [
+                [selected_words(scores[t, h], columns - fewer, force) for t in range(count)]
+                for h in range(HEADS)
+            ]
+            for h in range(HEADS):
+                for t in range(count):
+                    assert published(group, 0, 0, False)[h][t][:32] == rows[h][t], (t * HEADS + h, force)
+
+
+def test_corners_of_the_widest_rows(backend, device):
+    interpreted_only_if(False, backend, device)
+    columns = 12287
+    ids = torch.arange(columns, dtype=torch.float32)
+    scores = torch.stack([CORNERS[name](ids).float() for name in WIDEST]).view(-1, HEADS, columns)
+    for num_valid in (columns, 8192, 7169, 3073):
+        group = group_of(2, device)
+        publish(group[0], scores.to(device), [num_valid] * 2, backend=backend, force=(1, 2))
+        for h in range(HEADS):
+            for t in range(2):
+                row = selected_words(scores[t, h], num_valid, (1, 2))
+                assert published(group, 0, 0, False)[h][t][:32] == row, WIDEST[t * HEADS + h]
+
+
+WIDEST = (
+    "descending",
+    "one class of columns modulo 128",
+    "one of modulo 1024",
+    "fifteen lanes of every warp",
+    "all equal",
+    "two scores",
+    "fifteen numbers",
+    "NaN or a number",
+)
 
 
 def test_score_rows_with_gaps(backend, device):

@@ -144,7 +144,7 @@ MUTANTS = (
         emulated=True,
     ),
     Mutant(
-        "a kernel looks at one class of columns too few",
+        "a kernel narrows down to one class of columns too few",
         (
             (
                 "cuda_backend/topk_select_publish.cu",
@@ -152,6 +152,66 @@ MUTANTS = (
                 "threadIdx.x / kTop * modulus % (modulus * 7) : -1",
             ),
         ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel's floor is one lane of a warp too high",
+        (("cuda_backend/topk_select_publish.cu", "above < kTop ?", "above < kTop - 1 ?"),),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel's floor is one lane of every warp too high",
+        (("cuda_backend/topk_select_publish.cu", "above < kQuarter ?", "above < kQuarter - 1 ?"),),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel leaves out a warp where it looks for the smallest of their fourths",
+        (
+            (
+                "cuda_backend/topk_select_publish.cu",
+                "quarters = shared.floors[1][i] < quarters ?",
+                "quarters = i < kWarps - 1 && shared.floors[1][i] < quarters ?",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel ranks a list that is not whole",
+        (
+            (
+                "cuda_backend/topk_select_publish.cu",
+                "if (listed <= kRoom) return listed;",
+                "return listed < kRoom ? listed : kRoom;",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel looks only at the first batch of a thread that reaches the floor",
+        (("cuda_backend/topk_select_publish.cu", "} while (++i < batches);", "} while (false);"),),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel publishes the score of its key where that is -inf",
+        (
+            (
+                "cuda_backend/topk_select_publish.cu",
+                "(bits == 0 || bits == bits_of(minus_infinity()))",
+                "bits == 0",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel forces no block at the end of a row",
+        (("cuda_backend/topk_select_publish.cu", "| (column >= forced_end)", ""),),
         KERNEL_SELECT_TESTS,
         emulated=True,
     ),
@@ -199,7 +259,19 @@ MUTANTS = (
     ),
     Mutant(
         "a kernel keeps a block that two ranks sent twice",
-        (("cuda_backend/merge_candidates.cu", "if (repeated) own = 0;", ""),),
+        (("cuda_backend/merge_candidates.cu", "select_distinct(shared);", ""),),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel keeps none of a block that two ranks sent",
+        (("cuda_backend/merge_candidates.cu", "&& other > own;", "&& other != own;"),),
+        KERNEL_MERGE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel ranks a candidate among half of the others",
+        (("cuda_backend/merge_candidates.cu", "larger += from_lane_across(larger, kTop);", ""),),
         KERNEL_MERGE_TESTS,
         emulated=True,
     ),
@@ -214,8 +286,8 @@ MUTANTS = (
         (
             (
                 "cuda_backend/merge_candidates.cu",
-                "missing[rank] = there ? 0 : 1 << rank;",
-                "missing[rank] = there ? 1 << rank : 0;",
+                "there ? kLate : kLate | 1 << rank;",
+                "there ? kLate | 1 << rank : kLate;",
             ),
         ),
         KERNEL_MERGE_TESTS,

@@ -27,6 +27,16 @@ SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
 PTX_HEADERS = SOURCES / "device" / "ptx"
 
+SPREAD = True
+"""Whether kernels that ask for it keep their CTAs apart (`spread_bytes`)."""
+_SHARED_BYTES = 228 * 1024
+"""Shared memory of a multiprocessor."""
+_RESERVED_BYTES = 1024
+"""What the driver takes of it for every CTA."""
+_SHARED_UNIT = 128
+_RESIDENT_THREADS = 2048
+"""Threads of a multiprocessor, which bound its CTAs where shared memory does not."""
+
 _SERIALIZED = r"C7510|C7518"
 """Notices of the assembler."""
 _INCLUDE = re.compile(r'#include "(.+)"')
@@ -130,21 +140,48 @@ def _disk_cache() -> Any:
         return None
 
 
+@functools.cache
+def spread_bytes(ctas: int, multiprocessors: int, threads: int, static_bytes: int) -> int:
+    """Dynamic shared memory that keeps the CTAs of a launch apart, `threads` and `static_bytes` each.
+
+    The CTAs of a dependent launch are placed while its predecessor ends, wherever there is room first, and
+    many of them would come to lie on a few multiprocessors. With this each holds its share at most, the least
+    with which all of them together hold the launch. What can be is left to the kernels before and after.
+    """
+    share = -(-ctas // multiprocessors)
+    if share * threads >= _RESIDENT_THREADS:
+        return 0
+    each = (_SHARED_BYTES // (share + 1) // _SHARED_UNIT + 1) * _SHARED_UNIT
+    return max(0, each - _RESERVED_BYTES - static_bytes)
+
+
 class Kernel:
     """A variant that can be launched."""
 
     def __init__(
-        self, variant: Variant, threads: int, words: int, shared_bytes: int = 0, *, takes_query: bool = False
+        self,
+        variant: Variant,
+        threads: int,
+        words: int,
+        shared_bytes: int = 0,
+        *,
+        takes_query: bool = False,
+        spread: bool = False,
     ) -> None:
         """`words` of arguments, `shared_bytes` of dynamic shared memory.
 
         `takes_query`: the first two words are the addresses of the query and the K shard.
+        `spread`: the kernel uses no dynamic shared memory, and is given as much as keeps its CTAs apart.
         """
+        if spread and shared_bytes:
+            raise ValueError("a kernel that is spread has no dynamic shared memory of its own")
         self.variant = variant
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.takes_query = takes_query
+        self.spread = spread
         self.words = words
+        self._static_bytes = 0  # of shared memory; known once it is loaded
         self._loaded: dict[int, Any] = {}
         self._code: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -180,7 +217,11 @@ class Kernel:
             function = self.load(device)
         # As Triton's launcher asks: `current_stream` makes an object, 1 us of host time.
         stream = torch._C._cuda_getCurrentRawStream(current)
-        self._launcher(dependent)(function, grid, words, stream)
+        shared_bytes = self.shared_bytes
+        if self.spread and SPREAD:
+            ctas = grid[0] * grid[1] * grid[2]
+            shared_bytes = spread_bytes(ctas, self.multiprocessors(device), self.threads, self._static_bytes)
+        self._launcher(dependent)(function, grid, words, stream, shared_bytes)
 
     def _launcher(self, dependent: bool) -> _Launcher:
         """This thread's."""
@@ -227,9 +268,12 @@ class Kernel:
         # launch that wants another one could not overlap with the one before.
         carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         checked(driver.cuFuncSetAttribute(function, carveout, 100))
-        if self.shared_bytes:
+        static = attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        self._static_bytes = int(checked(driver.cuFuncGetAttribute(static, function)))
+        most = spread_bytes(1, 1, self.threads, self._static_bytes) if self.spread else self.shared_bytes
+        if most:
             limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(function, limit, self.shared_bytes))
+            checked(driver.cuFuncSetAttribute(function, limit, most))
         return function
 
 
@@ -252,7 +296,6 @@ class _Launcher:
         self._address = ctypes.addressof(self._parameters)
         self._config = driver.CUlaunchConfig()
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = kernel.threads, 1, 1
-        self._config.sharedMemBytes = kernel.shared_bytes
         if dependent:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -261,14 +304,19 @@ class _Launcher:
             self._config.numAttrs = 1
         self._grid: tuple[int, ...] = ()
         self._stream: int | None = None
+        self._shared_bytes = 0
 
-    def __call__(self, function: Any, grid: tuple[int, int, int], words: Sequence[int], stream: int) -> None:
+    def __call__(
+        self, function: Any, grid: tuple[int, int, int], words: Sequence[int], stream: int, shared_bytes: int
+    ) -> None:
         self._words.pack_into(self._buffer, 0, *words)
         config = self._config
         if grid != self._grid:
             config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
         if stream != self._stream:
             config.hStream, self._stream = self._stream_type(stream), stream
+        if shared_bytes != self._shared_bytes:
+            config.sharedMemBytes = self._shared_bytes = shared_bytes
         answer = self._launch(config, function, self._address, 0)
         if answer[0] != self._success:
             checked(answer)

@@ -3,6 +3,9 @@
 // A CTA a (token, owned head), with a warp a rank, WORLD of them: the warp waits for its rank's row and reads it.
 // FORM is LEGACY, TAGGED or PREFILL.
 //
+// Candidates are ranked as if no block came twice. If then the best 16 are of 16 blocks, so it was, or nearly: what came
+// twice is either not among them, or its other one is not. Else all that came twice is sorted out and they are ranked again.
+//
 // Launch: CTAs (tokens, heads a rank), kThreads threads.
 
 #include "device/ptx/launch.cuh"
@@ -15,7 +18,11 @@ constexpr int kTagged = 1;
 constexpr int kPrefill = 2;
 constexpr int kThreads = WORLD * kWarpSize;
 constexpr int kCandidates = WORLD * kTop;
-constexpr int kSharers = kThreads / kCandidates;  // threads a candidate
+constexpr int kSharers = kWarpSize / kTop;  // threads a candidate
+constexpr int kShare = kCandidates / kSharers;
+constexpr int kFromBits = 6;  // who sent it: makes all keys different
+constexpr int kLate = 1 << WORLD;
+static_assert(kCandidates <= 1 << kFromBits);
 
 struct Arguments {
   void* rows;
@@ -70,85 +77,111 @@ __device__ __forceinline__ bool take_row(const Arguments& with, long long offset
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) merge_candidates(const __grid_constant__ Arguments with) {
-  __shared__ int words[WORLD][kWarpSize];
-  __shared__ int missing[WORLD];
-  __shared__ bool late[WORLD];
-  __shared__ Key keys[kCandidates];
-  __shared__ Key distinct[kCandidates];
-  __shared__ Key best[kTop];
-  wait_for_predecessor();
-  release_dependents();
+// A candidate's key, with its number in the last bits, or 0.
+__device__ __forceinline__ Key numbered(Key key, int number) {
+  return key != 0 ? key << kFromBits | static_cast<unsigned>(number) : 0;
+}
 
+__device__ __forceinline__ int sent_block(Key numbered) {
+  return block_of(numbered >> kFromBits);
+}
+
+// What the threads of a CTA share.
+struct alignas(16) Shared {
+  Key keys[kCandidates];
+  Key distinct[kCandidates];
+  Selected selected;
+  int states[WORLD];  // of the ranks' rows: 0, or kLate, and then with the rank's bit if it has not been here
+};
+
+// The first warp selects again, and of a block that came more than once only the best.
+__device__ __forceinline__ void select_distinct(Shared& shared) {
+  const int lane = threadIdx.x;
+#pragma unroll 1
+  for (int i = lane; i < kCandidates; i += kWarpSize) {
+    const Key own = shared.keys[i];
+    bool repeated = false;
+#pragma unroll 1
+    for (const Key other : shared.keys) repeated |= sent_block(other) == sent_block(own) && other > own;
+    shared.distinct[i] = repeated ? 0 : own;
+  }
+  if (lane < kTop) shared.selected.clear(lane);
+  meet_warp();
+#pragma unroll 1
+  for (int i = lane; i < kCandidates; i += kWarpSize) {
+    const Key own = shared.distinct[i];
+    const int larger = larger_keys<8>(shared.distinct, kCandidates, own);
+    if (own != 0 && larger < kTop) shared.selected.order[larger] = sent_block(own);
+  }
+  meet_warp();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) merge_candidates(const __grid_constant__ Arguments with) {
+  __shared__ Shared shared;
   const long long token = blockIdx.x;
   const long long head = blockIdx.y;
   const int rank = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  const long long offset = rank * with.rank_stride + head * with.head_stride + token * with.row_stride;
-  int* const counter = with.expected_generations + head * with.capacity + token;
-  const int num_valid = load(with.num_valid_pages + token);
+
+  // Before the wait: where everything is.
+  long long offset = rank * with.rank_stride + head * with.head_stride + token * with.row_stride;
+  int* counter = with.expected_generations + head * with.capacity + token;
+  const int* count = with.num_valid_pages + token;
+  int* output = with.output + token * with.token_stride + head * with.out_head_stride;
+  make_ready(offset);
+  make_ready(counter);
+  make_ready(count);
+  make_ready(output);
+  if (threadIdx.x < kTop) shared.selected.clear(threadIdx.x);
+  wait_for_predecessor();
+  release_dependents();
+
+  const int num_valid = load(count);
   const int wanted = FORM == kTagged ? static_cast<int>(static_cast<unsigned>(load(counter)) + 1u) : 0;
   int word = 0;
   bool there = false;
   const bool arrived = take_row(with, offset, wanted, word, there);
-  words[rank][lane] = word;
-  if (lane == 0) {
-    late[rank] = !arrived;
-    missing[rank] = there ? 0 : 1 << rank;
-  }
-  if (threadIdx.x < kTop) best[threadIdx.x] = 0;
+  if (lane == 0) shared.states[rank] = arrived ? 0 : there ? kLate : kLate | 1 << rank;
+  // Lanes i and i + 16 have the row's candidate i: each compares it with a part of the others.
+  const int candidate = rank * kTop + lane % kTop;
+  const float score = float_of(from_lane(word, lane % kTop));
+  const int id = from_lane(word, kTop + lane % kTop);
+  const Key key = ranking_key(score, id, num_valid, static_cast<int>(with.init_blocks),
+                              static_cast<int>(with.local_blocks));
+  const Key own = numbered(key, candidate);
+  if (lane < kTop) shared.keys[candidate] = own;
   meet_cta();
 
-  bool complete = true;
+  int state = 0;
 #pragma unroll
-  for (int i = 0; i < WORLD; ++i) complete = complete && !late[i];
+  for (int i = 0; i < WORLD; ++i) state |= shared.states[i];
+  const bool complete = state == 0;
   if constexpr (FORM == kLegacy) {
     if (complete && lane == 0) signal(static_cast<int*>(with.rows) + offset + kReadyWord, 0);
   }
   if (FORM != kPrefill && threadIdx.x == 0) {
     if (!complete) {
-      int mask = 0;
-#pragma unroll
-      for (int i = 0; i < WORLD; ++i) mask |= missing[i];
       const Failures failures = {with.errors, with.error_words};
-      failures.record(with.slot, mask, token);
+      failures.record(with.slot, state & (kLate - 1), token);
     }
     if (FORM == kTagged) store(counter, wanted);
   }
 
-  // Several threads share a candidate: each compares it with a part of the others.
-  const int candidate = threadIdx.x / kSharers;
-  const int share = threadIdx.x % kSharers * (kCandidates / kSharers);
-  const int* its_row = words[candidate / kTop];
-  Key own = 0;
-  if (complete) {
-    own = ranking_key(float_of(its_row[candidate % kTop]), its_row[kTop + candidate % kTop], num_valid,
-                      static_cast<int>(with.init_blocks), static_cast<int>(with.local_blocks));
-  }
-  keys[candidate] = own;
-  meet_cta();
-  // A block that several ranks sent keeps its first key, which has its largest score.
-  int repeated = 0;
-#pragma unroll 8
-  for (int i = share; i < share + kCandidates / kSharers; ++i) {
-    const bool same = (keys[i] != 0) & (block_of(keys[i]) == block_of(own));
-    repeated |= same & ((keys[i] > own) | ((keys[i] == own) & (i < candidate)));
-  }
-#pragma unroll
-  for (int distance = 1; distance < kSharers; distance *= 2) repeated |= from_lane_across(repeated, distance);
-  if (repeated) own = 0;
-  distinct[candidate] = own;
-  meet_cta();
-  int larger = larger_keys(distinct + share, kCandidates / kSharers, own);
-#pragma unroll
-  for (int distance = 1; distance < kSharers; distance *= 2) larger += from_lane_across(larger, distance);
-  if (own != 0 && larger < kTop && threadIdx.x % kSharers == 0) best[larger] = own;
+  int larger = larger_keys<kShare>(shared.keys + lane / kTop * kShare, kShare, own);
+  larger += from_lane_across(larger, kTop);
+  if (complete && own != 0 && larger < kTop && lane < kTop) shared.selected.order[larger] = sent_block(own);
   meet_cta();
 
-  if (threadIdx.x < kTop) {
-    Placed placed = place_ascending(best, threadIdx.x);
+  if (threadIdx.x >= kWarpSize) return;
+  int place = shared.selected.place(lane % kTop);
+  if (__builtin_expect(bits_of_warp(1u << place) != (1u << kTop) - 1, false)) {  // two are of one block
+    select_distinct(shared);
+    place = shared.selected.place(lane % kTop);
+  }
+  if (lane < kTop) {
+    int block = shared.selected.id(lane);
     // A padding token of a prefill window attends to block 0, which always exists.
-    if (FORM == kPrefill && num_valid <= 0 && placed.place == 0) placed.id = 0;
-    store(with.output + token * with.token_stride + head * with.out_head_stride + placed.place, placed.id);
+    if (FORM == kPrefill && num_valid <= 0 && place == 0) block = 0;
+    store(output + place, block);
   }
 }

@@ -34,25 +34,6 @@ struct Arguments {
   long long index_offset;
 };
 
-// Which columns of a row are candidates, and which of them are forced.
-struct Blocks {
-  int num_valid;
-  int force_begin;
-  int force_end;
-  int scale;  // 1, 2 or 4: half of it is the shift
-  int offset;
-
-  // How many columns stand for blocks below `id`, of those that can be candidates.
-  __device__ __forceinline__ int columns_below(int id) const {
-    const int below = id < kMostBlocks ? id : kMostBlocks;
-    return below > offset ? (below - offset + scale - 1) >> (scale >> 1) : 0;
-  }
-
-  __device__ __forceinline__ Key key(float score, int column) const {
-    return ranking_key(score, column * scale + offset, num_valid, force_begin, force_end);
-  }
-};
-
 // What the lanes of a warp share.
 struct alignas(16) Shared {
   Key offered[kWarpSize];
@@ -66,7 +47,7 @@ struct alignas(16) Shared {
   };
 };
 
-// `larger_keys`, with a sum of floats: the FP32 units have nothing else to do.
+// `larger_keys` of any number, with a sum of floats: the FP32 units have nothing else to do.
 __device__ __forceinline__ int keys_above(const Key* keys, int count, Key own) {
   float above = 0;
 #pragma unroll 8

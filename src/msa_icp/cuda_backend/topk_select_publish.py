@@ -20,7 +20,7 @@ _NOT_FUSED = (0, 1, 1, 0, 1, 0)
 def kernel_for(*, tagged: bool, fused: bool) -> Kernel:
     """The kernel for a row format, and for scores of a caller or of the fused form's pool."""
     variant = Variant("topk_select_publish", (("TAGGED", int(tagged)), ("FUSED", int(fused))))
-    return Kernel(variant, _THREADS, _WORDS)
+    return Kernel(variant, _THREADS, _WORDS, spread=True)
 
 
 def kernels() -> Iterator[Kernel]:

@@ -48,7 +48,8 @@ inline void multiply_add(float* sums, const unsigned (&a)[4], const unsigned (&b
   }
 }
 
-inline float larger(float a, float b) { return std::fmax(a, b); }
+// A NaN of either kind is none; fmax takes only quiet ones so.
+inline float larger(float a, float b) { return a != a ? b : b != b ? a : std::fmax(a, b); }
 
 inline unsigned long long upper_product(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);

@@ -34,7 +34,15 @@ inline unsigned char* dynamic_shared() {
 template <class T>
 inline void make_ready(T*&) {}
 
+inline void make_ready(long long&) {}
+
 inline void store_shared(unsigned char* to, unsigned value) { store(reinterpret_cast<unsigned*>(to), value); }
+
+inline int add_shared(int* word, int value) {
+  const int before = *word;
+  *word += value;
+  return before;
+}
 
 inline void publish_shared() {}
 

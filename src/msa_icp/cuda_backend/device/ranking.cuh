@@ -23,11 +23,12 @@ __device__ __forceinline__ int unordered_bits(unsigned ordered) {
 
 // From the top: forced or not, the score (NaN as -inf, -0.0 as +0.0), the lower id.
 __device__ __forceinline__ Key ranking_key(float score, int id, int num_valid, int force_begin, int force_end) {
-  if (id < 0 || id >= num_valid || id >= kMostBlocks) return 0;
+  const bool candidate = (id >= 0) & (id < num_valid) & (id < kMostBlocks);
   const float number = score == score ? score + 0.0f : minus_infinity();
   const unsigned ordered = ordered_bits(bits_of(number));
-  const bool forced = id < force_begin || id >= num_valid - force_end;
-  return (static_cast<Key>(forced) << 32 | ordered) << kIdBits | static_cast<unsigned>(kMostBlocks - 1 - id);
+  const bool forced = (id < force_begin) | (id >= num_valid - force_end);
+  const Key key = (static_cast<Key>(forced) << 32 | ordered) << kIdBits | static_cast<unsigned>(kMostBlocks - 1 - id);
+  return candidate ? key : 0;
 }
 
 __device__ __forceinline__ int block_of(Key key) {
@@ -43,25 +44,71 @@ __device__ __forceinline__ bool is_forced(Key key) {
   return key >> (kIdBits + 32) != 0;
 }
 
-// How many of `count` keys in shared memory, an even number, are larger.
+// For how many i below `Count`, a multiple of four, `holds(i)` is true. Added up as floats, in four sums: the FP32 units
+// have nothing else to do, and no addition waits for the one before. The last bits of a sum from 2**23 on are a number.
+template <int Count, class Holds>
+__device__ __forceinline__ int count_where(const Holds& holds) {
+  float sums[4] = {1 << 23, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < Count; ++i) {
+    if (holds(i)) sums[i % 4] += 1;
+  }
+  return bits_of(sums[0] + sums[1] + (sums[2] + sums[3])) & 0xffff;
+}
+
+// How many of `count` keys in shared memory, at least one, are larger. As many as round up to a multiple of `Step` are
+// looked at.
+template <int Step>
 __device__ __forceinline__ int larger_keys(const Key* keys, int count, Key own) {
   int larger = 0;
-#pragma unroll 8
-  for (int i = 0; i < count; ++i) larger += keys[i] > own;
+  int first = 0;
+#pragma unroll 1
+  do {
+    larger += count_where<Step>([&](int i) { return keys[first + i] > own; });
+    first += Step;
+  } while (first < count);
   return larger;
 }
 
-// Where a block of the selected 16 goes in a row: ids ascending, what is no candidate last. `best` are 16 keys.
-struct Placed {
-  int id;
-  int place;
+// Which columns of a row are candidates, and which of them are forced.
+struct Blocks {
+  int num_valid;
+  int force_begin;
+  int force_end;
+  int scale;  // 1, 2 or 4: half of it is the shift
+  int offset;
+
+  // How many columns stand for blocks below `id`, of those that can be candidates.
+  __device__ __forceinline__ int columns_below(int id) const {
+    const int below = id < kMostBlocks ? id : kMostBlocks;
+    return ((below > offset ? below : offset) - offset + scale - 1) >> (scale >> 1);
+  }
+
+  __device__ __forceinline__ Key key(float score, int column) const {
+    return ranking_key(score, column * scale + offset, num_valid, force_begin, force_end);
+  }
+
+  __device__ __forceinline__ int column_of(Key key) const {
+    return (block_of(key) - offset) >> (scale >> 1);
+  }
 };
 
-__device__ __forceinline__ Placed place_ascending(const Key* best, int index) {
-  const auto order = [&](int i) { return best[i] != 0 ? block_of(best[i]) : kMostBlocks + i; };
-  const int own = order(index);
-  Placed placed = {best[index] != 0 ? own : kPaddingId, 0};
-#pragma unroll
-  for (int i = 0; i < kTop; ++i) placed.place += order(i) < own;
-  return placed;
-}
+// The ids of 16 selected blocks in shared memory, in any order. Where there is none an entry keeps what `clear` gives it,
+// which comes behind all ids.
+struct alignas(16) Selected {
+  int order[kTop];
+
+  __device__ __forceinline__ void clear(int index) {
+    order[index] = kMostBlocks + index;
+  }
+
+  __device__ __forceinline__ int id(int index) const {
+    return order[index] < kMostBlocks ? order[index] : kPaddingId;
+  }
+
+  // Where an entry goes in a row: ids ascend, what is no candidate is last.
+  __device__ __forceinline__ int place(int index) const {
+    const int own = order[index];
+    return count_where<kTop>([&](int i) { return order[i] < own; });
+  }
+};

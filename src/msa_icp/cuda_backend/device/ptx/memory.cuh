@@ -67,6 +67,10 @@ __device__ __forceinline__ void make_ready(T*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
+__device__ __forceinline__ void make_ready(long long& value) {
+  asm volatile("" : "+l"(value));
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
@@ -88,6 +92,16 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 
 __device__ __forceinline__ void store_shared(unsigned char* to, unsigned value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(to)), "r"(value) : "memory");
+}
+
+// What the word in shared memory was; the threads of a CTA add in any order.
+__device__ __forceinline__ int add_shared(int* word, int value) {
+  int before;
+  asm volatile("atom.relaxed.cta.shared::cta.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(shared_address(word)), "r"(value)
+               : "memory");
+  return before;
 }
 
 // What this thread has stored to shared memory is there for the copy engine and for matrix products.
