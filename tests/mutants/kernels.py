@@ -184,7 +184,7 @@ MUTANTS = (
         (
             (
                 "cuda_backend/topk_select_publish.cu",
-                "if (listed <= kRoom) return listed;",
+                "if (__builtin_expect(listed <= kRoom, true)) return listed;",
                 "return listed < kRoom ? listed : kRoom;",
             ),
         ),

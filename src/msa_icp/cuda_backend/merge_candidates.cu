@@ -3,8 +3,8 @@
 // A CTA a (token, owned head), with a warp a rank, WORLD of them: the warp waits for its rank's row and reads it.
 // FORM is LEGACY, TAGGED or PREFILL.
 //
-// Candidates are ranked as if no block came twice. If then the best 16 are of 16 blocks, so it was, or nearly: what came
-// twice is either not among them, or its other one is not. Else all that came twice is sorted out and they are ranked again.
+// Candidates are ranked as if no block came twice. If the best 16 then are 16 blocks, they are right: of a block that came
+// twice the better one is among them, or none. Else what came twice is sorted out, and the rest is ranked again.
 //
 // Launch: CTAs (tokens, heads a rank), kThreads threads.
 
