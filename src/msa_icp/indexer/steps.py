@@ -146,10 +146,9 @@ class MSAIcpDecodeStep:
 
     def record(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> list[Launch]:
         """The launches of a layer, bound to it and not launched. The next layer binds the same ones."""
-        checks.integer("slot", slot, 0, SLOT_SETS - 1)
+        launches = self._by_slot.get(checks.integer("slot", slot, 0, SLOT_SETS - 1))
         self.check_storage()
         self._layers.check(index_q, index_k)
-        launches = self._by_slot.get(slot)
         if launches is None:
             try:
                 launches = self._call(index_q, index_k, slot)
