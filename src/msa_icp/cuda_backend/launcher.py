@@ -21,6 +21,8 @@ from ..launches import Launch
 if TYPE_CHECKING:
     from .loader import Kernel
 
+_C = torch._C
+
 
 class Launcher:
     """Launches of one kernel, with or without programmatic dependent launch.
@@ -151,10 +153,10 @@ class KernelLaunch(Launch):
     def __call__(self) -> None:
         """Launch on the current stream of its device."""
         own = self._own
-        if own is None or not _thread.has_context or torch._C._cuda_getDevice() != own.device:
+        if own is None or not _thread.has_context or _C._cuda_getDevice() != own.device:
             self._launch_and_keep()
             return
-        stream = torch._C._cuda_getCurrentRawStream(own.device)
+        stream = _C._cuda_getCurrentRawStream(own.device)
         if self.takes_query:
             words, arguments = own.words, self.arguments
             words[0], words[1] = arguments[0], arguments[1]
