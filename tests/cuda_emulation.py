@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from msa_icp import cuda_backend
+from msa_icp.cuda_backend.launcher import KernelLaunch
 from msa_icp.cuda_backend.loader import Kernel, Variant
 
 REQUESTED = os.environ.get("EMULATE_CUDA") == "1"
@@ -99,4 +100,5 @@ def install() -> None:
     )
     cuda_backend.warmup = lambda device: None
     Kernel.launch = _run  # type: ignore[method-assign]
+    KernelLaunch.__call__ = KernelLaunch.as_a_call  # type: ignore[method-assign]
     Kernel.multiprocessors = staticmethod(lambda device: 1)  # type: ignore[method-assign,assignment]

@@ -66,11 +66,13 @@ class Launch:
         """Take a layer's query and K shard, of the shape, strides, dtype and device that were recorded."""
         if not self.takes_query:
             return
+        arguments = self.arguments
         if self._addresses:
             first = 0 if self.window is None else self.window[0] * query.stride(0) * query.element_size()
-            self.arguments[:2] = query.data_ptr() + first, keys.data_ptr()
+            arguments[0], arguments[1] = query.data_ptr() + first, keys.data_ptr()
         else:
-            self.arguments[:2] = query if self.window is None else query[slice(*self.window)], keys
+            arguments[0] = query if self.window is None else query[slice(*self.window)]
+            arguments[1] = keys
 
     def bound(self) -> tuple[Any, ...]:
         """Where the query and the K shard are that it is bound to."""

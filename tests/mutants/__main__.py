@@ -61,6 +61,7 @@ BASELINE = (
     "test_indexer_steps.py",
     "test_indexer_graphs.py",
     "test_graph_query.py",
+    "test_launcher.py",
     "test_flashinfer_install.py",
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up and not 8192 "

@@ -11,6 +11,8 @@ QUERY = "indexer/graph_query.py"
 FACADE_TESTS = ("test_indexer.py",)
 STEP_TESTS = ("test_indexer_steps.py",)
 QUERY_TESTS = ("test_graph_query.py",)
+LAUNCHER = "cuda_backend/launcher.py"
+LAUNCHER_TESTS = ("test_launcher.py",)
 GRAPH_TESTS = ("test_indexer_graphs.py", "-k", "not disagree")
 
 MUTANTS = (
@@ -47,14 +49,56 @@ MUTANTS = (
     ),
     Mutant(
         "a layer is launched with the first one's keys",
+        (("launches.py", "            arguments[1] = keys\n", ""),),
+        (*STEP_TESTS, "-k", "those_of_the_call or prefill_layers"),
+    ),
+    Mutant(
+        "a kept launch has the K shard of the layer before",
+        ((LAUNCHER, "words[0], words[1] = arguments[0], arguments[1]", "words[0] = arguments[0]"),),
+        LAUNCHER_TESTS,
+    ),
+    Mutant(
+        "a kept launch without a query is bound to the one of a layer",
+        ((LAUNCHER, "        self.takes_query = kernel.takes_query", "        self.takes_query = True"),),
+        LAUNCHER_TESTS,
+    ),
+    Mutant(
+        "a kept launch stays on its first stream",
         (
             (
-                "launches.py",
-                "query[slice(*self.window)], keys",
-                "query[slice(*self.window)], self.arguments[1]",
+                LAUNCHER,
+                "            own.set_stream(stream)",
+                "            own.stream or own.set_stream(stream)",
             ),
         ),
-        (*STEP_TESTS, "-k", "those_of_the_call or prefill_layers"),
+        LAUNCHER_TESTS,
+    ),
+    Mutant(
+        "a kept launch goes to the current device",
+        ((LAUNCHER, " or _C._cuda_getDevice() != own.device", ""),),
+        LAUNCHER_TESTS,
+    ),
+    Mutant(
+        "a kept launch finds a thread without a context",
+        ((LAUNCHER, " or not _thread.has_context", ""),),
+        LAUNCHER_TESTS,
+    ),
+    Mutant(
+        "what the driver answers a kept launch is not looked at",
+        ((LAUNCHER, "        if answer[0] is not own.success:", "        if False:"),),
+        LAUNCHER_TESTS,
+    ),
+    Mutant(
+        "recorded launches share their words",
+        (
+            (
+                LAUNCHER,
+                "        self.function = kernel.load(device)",
+                "        self.words, self.address = kernel._launcher(dependent).words, "
+                "kernel._launcher(dependent).address\n        self.function = kernel.load(device)",
+            ),
+        ),
+        LAUNCHER_TESTS,
     ),
     Mutant(
         "one slot set's launches serve all",

@@ -259,13 +259,19 @@ MUTANTS = (
     ),
     Mutant(
         "a kernel keeps a block that two ranks sent twice",
-        (("cuda_backend/merge_candidates.cu", "select_distinct(shared);", ""),),
+        (("cuda_backend/merge_candidates.cu", "repeated |= from_lane_across(repeated, kTop);", ""),),
         KERNEL_MERGE_TESTS,
         emulated=True,
     ),
     Mutant(
         "a kernel keeps none of a block that two ranks sent",
-        (("cuda_backend/merge_candidates.cu", "&& other > own;", "&& other != own;"),),
+        (
+            (
+                "cuda_backend/merge_candidates.cu",
+                "(others.better & others.same) != 0",
+                "number_of_ones(others.same) > (share == rank * kTop / kShare)",
+            ),
+        ),
         KERNEL_MERGE_TESTS,
         emulated=True,
     ),

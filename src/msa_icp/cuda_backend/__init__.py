@@ -1,7 +1,7 @@
 """Hand-written kernels for compute capability 9.0 (Hopper), compiled at run time through NVRTC.
 
 One `.cu` file an op, which the Python file of the same name launches; `device/` holds what kernels share,
-`loader` compiles and loads.
+`loader` compiles and loads, `launcher` launches.
 """
 
 from __future__ import annotations

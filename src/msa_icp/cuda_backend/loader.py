@@ -1,17 +1,14 @@
 """From a `.cu` file to a launch: sources are put together, compiled through NVRTC, kept on disk, loaded.
 
 A *variant* is a source with its constants; it holds one kernel of the source's name, whose only parameter
-is a struct of 64-bit words, `Arguments`. What is loaded is kept here, so that one launch packs the words
-and calls the driver.
+is a struct of 64-bit words, `Arguments`. What is loaded is kept here; `launcher.py` makes the launches.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import io
 import re
-import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +18,8 @@ from typing import Any
 import torch
 
 from ..driver_calls import checked
-from ..launches import Launch, recorder
+from ..launches import recorder
+from .launcher import KernelLaunch, Launcher
 
 SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
@@ -193,20 +191,15 @@ class Kernel:
         """Launch on the current stream of `device`; `dependent` means programmatic dependent launch."""
         if recorder.launches is None:
             self.launch(grid, words, device, dependent)
-            return
-
-        def again(grid: Any, words: list[int]) -> None:
-            self.launch(grid, words, device, dependent)
-
-        recorder.launches.append(
-            Launch(self.variant, again, words, grid=grid, takes_query=self.takes_query, addresses=True)
-        )
+        else:
+            recorder.launches.append(KernelLaunch(self, grid, words, device, dependent))
 
     def launch(
-        self, grid: tuple[int, int, int], words: Sequence[int], device: torch.device, dependent: bool
+        self, grid: tuple[int, ...], words: Sequence[int], device: torch.device, dependent: bool
     ) -> None:
         """Launch, whether the thread records or not."""
-        current = torch.cuda.current_device()
+        # What `torch.cuda.current_device` and Triton's launcher ask; `current_stream` makes an object, 1 us.
+        current = torch._C._cuda_getDevice()
         index = device.index
         if index is not None and index != current:
             with torch.cuda.device(device):
@@ -215,15 +208,17 @@ class Kernel:
         function = self._loaded.get(index)
         if function is None:
             function = self.load(device)
-        # As Triton's launcher asks: `current_stream` makes an object, 1 us of host time.
         stream = torch._C._cuda_getCurrentRawStream(current)
-        shared_bytes = self.shared_bytes
-        if self.spread and SPREAD:
-            ctas = grid[0] * grid[1] * grid[2]
-            shared_bytes = spread_bytes(ctas, self.multiprocessors(device), self.threads, self._static_bytes)
-        self._launcher(dependent)(function, grid, words, stream, shared_bytes)
+        self._launcher(dependent)(function, grid, words, stream, self.dynamic_bytes(grid, device))
 
-    def _launcher(self, dependent: bool) -> _Launcher:
+    def dynamic_bytes(self, grid: tuple[int, ...], device: torch.device) -> int:
+        """Dynamic shared memory of a launch, once the kernel is loaded."""
+        if not (self.spread and SPREAD):
+            return self.shared_bytes
+        ctas = grid[0] * grid[1] * grid[2]
+        return spread_bytes(ctas, self.multiprocessors(device), self.threads, self._static_bytes)
+
+    def _launcher(self, dependent: bool) -> Launcher:
         """This thread's."""
         mine = self._launchers
         try:
@@ -233,7 +228,7 @@ class Kernel:
 
             # A thread that has not used CUDA yet has no context, and torch need not have given it one.
             Device(torch.cuda.current_device()).set_current()
-            mine.dependent, mine.plain = (_Launcher(self, dependent=flag) for flag in (True, False))
+            mine.dependent, mine.plain = (Launcher(self, dependent=flag) for flag in (True, False))
             return self._launcher(dependent)
 
     @staticmethod
@@ -243,7 +238,9 @@ class Kernel:
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
     def load(self, device: torch.device) -> Any:
-        """Compile and load on `device`, where that has not been done."""
+        """The kernel's function on `device`; compiled and loaded where that has not been done."""
+        if device.index in self._loaded:
+            return self._loaded[device.index]
         with self._lock, torch.cuda.device(-1 if device.index is None else device.index):
             if device.index not in self._loaded:
                 if torch.cuda.is_current_stream_capturing():
@@ -275,48 +272,3 @@ class Kernel:
             limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             checked(driver.cuFuncSetAttribute(function, limit, most))
         return function
-
-
-class _Launcher:
-    """One thread's launches of a kernel, with or without programmatic dependent launch.
-
-    It keeps the driver's structs and what is in them: a field of theirs is set when it changes, and not
-    before.
-    """
-
-    def __init__(self, kernel: Kernel, *, dependent: bool) -> None:
-        from cuda.bindings import driver
-
-        self._launch = driver.cuLaunchKernelEx
-        self._stream_type = driver.CUstream
-        self._success = driver.CUresult.CUDA_SUCCESS
-        self._words = struct.Struct(f"{kernel.words}q")
-        self._buffer = ctypes.create_string_buffer(self._words.size)
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._buffer))
-        self._address = ctypes.addressof(self._parameters)
-        self._config = driver.CUlaunchConfig()
-        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = kernel.threads, 1, 1
-        if dependent:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            self._config.attrs = [attribute]
-            self._config.numAttrs = 1
-        self._grid: tuple[int, ...] = ()
-        self._stream: int | None = None
-        self._shared_bytes = 0
-
-    def __call__(
-        self, function: Any, grid: tuple[int, int, int], words: Sequence[int], stream: int, shared_bytes: int
-    ) -> None:
-        self._words.pack_into(self._buffer, 0, *words)
-        config = self._config
-        if grid != self._grid:
-            config.gridDimX, config.gridDimY, config.gridDimZ = self._grid = grid
-        if stream != self._stream:
-            config.hStream, self._stream = self._stream_type(stream), stream
-        if shared_bytes != self._shared_bytes:
-            config.sharedMemBytes = self._shared_bytes = shared_bytes
-        answer = self._launch(config, function, self._address, 0)
-        if answer[0] != self._success:
-            checked(answer)

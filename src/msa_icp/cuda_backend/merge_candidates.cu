@@ -23,6 +23,7 @@ constexpr int kShare = kCandidates / kSharers;
 constexpr int kFromBits = 6;  // who sent it: makes all keys different
 constexpr int kLate = 1 << WORLD;
 static_assert(kCandidates <= 1 << kFromBits);
+static_assert(WORLD == 2 || WORLD == 4);
 
 struct Arguments {
   void* rows;
@@ -89,31 +90,32 @@ __device__ __forceinline__ int sent_block(Key numbered) {
 // What the threads of a CTA share.
 struct alignas(16) Shared {
   Key keys[kCandidates];
-  Key distinct[kCandidates];
+  unsigned distinct[WORLD];  // bit i: candidate i of the rank's row is the best of its block
   Selected selected;
   int states[WORLD];  // of the ranks' rows: 0, or kLate, and then with the rank's bit if it has not been here
 };
 
-// The first warp selects again, and of a block that came more than once only the best.
-__device__ __forceinline__ void select_distinct(Shared& shared) {
-  const int lane = threadIdx.x;
-#pragma unroll 1
-  for (int i = lane; i < kCandidates; i += kWarpSize) {
-    const Key own = shared.keys[i];
-    bool repeated = false;
-#pragma unroll 1
-    for (const Key other : shared.keys) repeated |= sent_block(other) == sent_block(own) && other > own;
-    shared.distinct[i] = repeated ? 0 : own;
+// Bit i: the key is better than the own one, or of the same block, of `kShare` others.
+struct Comparison {
+  unsigned better;
+  unsigned same;
+
+  __device__ __forceinline__ void take(const Key* others, Key own) {
+    unsigned larger[4] = {}, of_block[4] = {};  // so that no bit waits for the one before
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      if (others[i] > own) larger[i % 4] |= 1u << i;
+      if (sent_block(others[i]) == sent_block(own)) of_block[i % 4] |= 1u << i;
+    }
+    better = larger[0] | larger[1] | (larger[2] | larger[3]);
+    same = of_block[0] | of_block[1] | (of_block[2] | of_block[3]);
   }
-  if (lane < kTop) shared.selected.clear(lane);
-  meet_warp();
-#pragma unroll 1
-  for (int i = lane; i < kCandidates; i += kWarpSize) {
-    const Key own = shared.distinct[i];
-    const int larger = larger_keys<8>(shared.distinct, kCandidates, own);
-    if (own != 0 && larger < kTop) shared.selected.order[larger] = sent_block(own);
-  }
-  meet_warp();
+};
+
+// The bits of `Shared::distinct` for the candidates of a share.
+__device__ __forceinline__ unsigned distinct_of_share(const unsigned (&distinct)[WORLD], int share) {
+  if constexpr (kShare == kTop) return distinct[share];
+  return distinct[2 * share] | distinct[2 * share + 1] << kTop;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) merge_candidates(const __grid_constant__ Arguments with) {
@@ -167,17 +169,23 @@ extern "C" __global__ void __launch_bounds__(kThreads) merge_candidates(const __
     if (FORM == kTagged) store(counter, wanted);
   }
 
-  int larger = larger_keys<kShare>(shared.keys + lane / kTop * kShare, kShare, own);
+  const int share = lane / kTop;
+  Comparison others;
+  others.take(shared.keys + share * kShare, own);
+  int repeated = (others.better & others.same) != 0;
+  repeated |= from_lane_across(repeated, kTop);
+  const unsigned best_of_block = lanes_where(!repeated) & ((1u << kTop) - 1);
+  if (lane == 0) shared.distinct[rank] = best_of_block;
+  meet_cta();
+  int larger = number_of_ones(others.better & distinct_of_share(shared.distinct, share));
   larger += from_lane_across(larger, kTop);
-  if (complete && own != 0 && larger < kTop && lane < kTop) shared.selected.order[larger] = sent_block(own);
+  if (complete && own != 0 && !repeated && larger < kTop && lane < kTop) {
+    shared.selected.order[larger] = sent_block(own);
+  }
   meet_cta();
 
   if (threadIdx.x >= kWarpSize) return;
-  int place = shared.selected.place(lane % kTop);
-  if (__builtin_expect(bits_of_warp(1u << place) != (1u << kTop) - 1, false)) {  // two are of one block
-    select_distinct(shared);
-    place = shared.selected.place(lane % kTop);
-  }
+  const int place = shared.selected.place(lane % kTop);
   if (lane < kTop) {
     int block = shared.selected.id(lane);
     // A padding token of a prefill window attends to block 0, which always exists.

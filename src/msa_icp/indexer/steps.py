@@ -35,7 +35,9 @@ class _Layers:
     def check(self, index_q: Tensor, index_k: Tensor) -> None:
         """ValueError where a layer differs from the first in anything but its memory."""
         found = _describe(index_q), _describe(index_k)
-        if self._first is None or found == self._first:
+        if found == self._first:
+            return
+        if self._first is None:
             self._first = found
             return
         for name, want, got in zip(("index_q", "index_k"), self._first, found, strict=True):
@@ -146,10 +148,9 @@ class MSAIcpDecodeStep:
 
     def record(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> list[Launch]:
         """The launches of a layer, bound to it and not launched. The next layer binds the same ones."""
-        checks.integer("slot", slot, 0, SLOT_SETS - 1)
+        launches = self._by_slot.get(checks.integer("slot", slot, 0, SLOT_SETS - 1))
         self.check_storage()
         self._layers.check(index_q, index_k)
-        launches = self._by_slot.get(slot)
         if launches is None:
             try:
                 launches = self._call(index_q, index_k, slot)
@@ -160,7 +161,8 @@ class MSAIcpDecodeStep:
             self._by_slot[slot] = launches
             self._storage = self.indexer.checked(self._arguments["comm"])
         for one in launches:
-            one.bind(index_q, index_k)
+            if one.takes_query:
+                one.bind(index_q, index_k)
         if self._debug:
             _compare(launches, self._call(index_q, index_k, slot))
         return launches

@@ -22,11 +22,6 @@ inline unsigned smallest_of_warp(unsigned value) {
   return value;
 }
 
-inline unsigned bits_of_warp(unsigned value) {
-  for (const unsigned other : emulator::gather("bits of a warp", value).of) value |= other;
-  return value;
-}
-
 inline bool true_for_all(bool value) {
   const auto all = emulator::gather("a vote", value);
   for (const bool one : all.of) {

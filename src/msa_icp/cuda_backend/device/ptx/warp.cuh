@@ -23,11 +23,6 @@ __device__ __forceinline__ unsigned smallest_of_warp(unsigned value) {
   return __reduce_min_sync(0xffffffff, value);
 }
 
-// The bits that any lane has.
-__device__ __forceinline__ unsigned bits_of_warp(unsigned value) {
-  return __reduce_or_sync(0xffffffff, value);
-}
-
 __device__ __forceinline__ bool true_for_all(bool value) {
   return __all_sync(0xffffffff, value);
 }
