@@ -155,8 +155,9 @@ def test_the_second_ctrl_c_ends_all_ranks_at_once(tmp_path):
         ("cuda:1", 4, {"world_size": 2, "tagged": False}, "cuda:1, which they share"),
         ("cuda", 2, {"world_size": 2, "page_size": 256}, "cuda:0, cuda:1"),
     ],
+    ids=["the_only_one", "one_of_four", "a_card_each"],
 )
-def test_the_way_over_cuda_over_a_stand_in(tmp_path, monkeypatch, device, cards, options, where):
+def test_the_way_to_cards_over_a_stand_in(tmp_path, monkeypatch, device, cards, options, where):
     """Cards chosen, symmetric memory, prefill through the host: the digests of one process on a CPU."""
     monkeypatch.setattr(processes, "_rank_main", replay_stand_in.rank_main)
     plan = small_plan(tmp_path, in_process=False, **options)

@@ -7,7 +7,7 @@ from .fault import Mutant
 ENGINE = "replay/engine.py"
 REPLAY_PREFILL = "replay/prefill.py"
 ENGINE_TESTS = ("test_replay_engine.py",)
-CARD_TESTS = ("test_replay_processes.py", "-k", "way_over_cuda and options1")
+CARD_TESTS = ("test_replay_processes.py", "-k", "way_to_cards and one_of_four")
 """Processes on a card, over a stand-in."""
 REPLAY_TESTS = ("test_replay_run.py", "-k", "how_prompts_enter and options0")
 
