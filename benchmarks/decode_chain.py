@@ -3,8 +3,8 @@
 
 python benchmarks/decode_chain.py --name h200 [--quick] [--minutes 4] [--backend cuda] [--context 8192 ...]
 
-Rows are printed as they come. When the minutes are over, or on Ctrl-C, what is there is written. The plot is
-made from the JSON by `python benchmarks/plots.py`.
+Rows are printed as they come. When the minutes are over, or on Ctrl-C or SIGTERM, what is there is written.
+The plot is made from the JSON by `python benchmarks/plots.py`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,11 @@ def main() -> None:
     speed = ruler.speed(device)
     print(f"plain read of 268 MB: {speed or '-'} TB/s", flush=True)
     measured: list[exchange.Row | decode_chain.Row] = []
-    try:
+    with results.until_interrupted():
         if "exchange" in args.part:
             take(exchange_rows(device, names, args), measured, stop)
         if "chain" in args.part:
             take(chain_rows(device, names, args), measured, stop)
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
     summary([row for row in measured if isinstance(row, decode_chain.Row)])
     results.write(args, "decode_chain", measured, plain_read_tb_s=speed)
 

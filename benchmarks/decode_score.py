@@ -2,7 +2,8 @@
 
 python benchmarks/decode_score.py --name h200 [--device cuda] [--backend triton ...] [--commit HASH]
 
-The plot is made from the JSON by `python benchmarks/plots.py`.
+Rows are printed as they come; on Ctrl-C or SIGTERM what is there is written. The plot is made from
+the JSON by `python benchmarks/plots.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ def main() -> None:
     names = args.backend or kernel_backends(device)
     sizes = sizes_up_to(args.max_bytes)
     measured = []
-    for row in decode_score.rows(device, names, sizes=sizes, layouts=args.layout, query_lens=args.query_len):
-        measured.append(row)
-        ratio = "" if row.of_plain_read is None else f"  plain read / ours {row.of_plain_read:5.2f}"
-        print(
-            f"{row.backend:7} {row.layout} q{row.query_len} {row.batch:3} x {row.keys!s:11} "
-            f"{row.bytes / 1e6:6.1f} MB {row.us:10.2f} us {row.bytes / row.us / 1e3:8.1f} GB/s{ratio}",
-            flush=True,
-        )
+    rows = decode_score.rows(device, names, sizes=sizes, layouts=args.layout, query_lens=args.query_len)
+    with results.until_interrupted():
+        for row in rows:
+            measured.append(row)
+            ratio = "" if row.of_plain_read is None else f"  plain read / ours {row.of_plain_read:5.2f}"
+            print(
+                f"{row.backend:7} {row.layout} q{row.query_len} {row.batch:3} x {row.keys!s:11} "
+                f"{row.bytes / 1e6:6.1f} MB {row.us:10.2f} us {row.bytes / row.us / 1e3:8.1f} GB/s{ratio}",
+                flush=True,
+            )
     results.write(args, "decode_score", measured)
 
 

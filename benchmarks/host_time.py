@@ -8,7 +8,9 @@ Triton is installed. `--name` writes `benchmarks/results/host_time_<name>.json`.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +25,18 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     args = results.parser(__doc__, RESULTS, backends=False).parse_args()
     device = torch.device(args.device)
-    measured = [*host_time.rows(device), *host_time.layer_rows(device)]
+    measured: list[Any] = []
+    with results.until_interrupted():
+        for row in itertools.chain(host_time.rows(device), host_time.layer_rows(device)):
+            measured.append(row)
+            print(row.op, flush=True)
+    if measured:
+        show(device, measured)
+    results.write(args, "host_time", measured)
+
+
+def show(device: torch.device, measured: list[Any]) -> None:
+    """The rows as a table."""
     facts = versions(device)
     table = Table(
         title=f"Host time of a call, us, {facts['card']}, torch {facts['torch']}, triton {facts['triton']}"
@@ -41,7 +54,6 @@ def main() -> None:
         parts = (row.checks, row.triton_op, *(row.whole[name] for name in names))
         table.add_row(row.op, *("-" if part is None else f"{part:.2f}" for part in parts))
     Console().print(table)
-    results.write(args, "host_time", measured)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ python benchmarks/multi_gpu.py --name h200x4 [--quick] [--parts correctness,late
 
 Correctness of the exchange and of prefill's all-to-all; what publish and merge add to a chain over NVLink;
 the decode chain against a replicated indexer; the prefill chain; and a rank that is killed. The script starts
-the ranks itself. Lines are printed as they come, and the file is written with each of them: Ctrl-C or the end
-of the minutes loses nothing. It ends with 1 if anything was wrong. The plot is made from the file by `python
-benchmarks/plots.py`.
+the ranks itself. Lines are printed as they come, and the file is written with each of them: Ctrl-C,
+SIGTERM or the end of the minutes loses nothing. It ends with 1 if anything was wrong. The plot is made from
+the file by `python benchmarks/plots.py`.
 
 With --device cpu ranks are processes that share memory. With one card and
 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 they share it; what is timed there says nothing about NVLink.
@@ -14,7 +14,6 @@ TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 they share it; what is timed there sa
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -65,12 +64,9 @@ def _run(setting: Setting, parts: Any, which: runner.Sizes, document: runner.Doc
         print(f"[{time.monotonic() - began:4.0f} s] {text}", flush=True)
 
     say(f"{document.facts['card']}: {document.facts['timings']}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit's: end as with Ctrl-C
-    try:
+    with results.until_interrupted():
         until = time.time() + 60 * args.minutes
         runner.run(setting, parts, which, document, plant=args.plant, until=until, say=say)
-    except KeyboardInterrupt:
-        say("interrupted")
     for line in runner.summary(document):
         say(line)
     for line in document.wrong:

@@ -2,7 +2,7 @@
 
 python benchmarks/serving.py --name h200 [--quick] [--part mix chain replay first-call] [--minutes 4]
 
-Rows are printed as they come. When the minutes are over, or on Ctrl-C, what is there is written.
+Rows are printed as they come. When the minutes are over, or on Ctrl-C or SIGTERM, what is there is written.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     speed = ruler.speed(device)
     print(f"plain read of 268 MB: {speed or '-'} TB/s", flush=True)
     measured: list[Any] = []
-    try:
+    with results.until_interrupted():
         for part in args.part:
             for row in PARTS[part](device, names, args):
                 measured.append(row)
@@ -54,8 +54,6 @@ def main() -> None:
             if time.monotonic() > stop:
                 print("time is over", flush=True)
                 break
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
     results.write(args, "serving", measured, plain_read_tb_s=speed)
 
 

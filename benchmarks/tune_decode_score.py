@@ -37,7 +37,7 @@ def main() -> None:
     console = Console(width=max(160, 60 + 12 * len(sizes)))
     tuner = tune.Tuner(torch.device(args.device), sizes)
     measured: list[tune.Row] = []
-    try:
+    with results.until_interrupted():
         for row in tuner.rows(candidates(args), args.layout, args.query_len):
             print(line(row), flush=True)
             if isinstance(row, tune.Row):
@@ -45,8 +45,6 @@ def main() -> None:
             if time.monotonic() > stop:
                 print("time is over", flush=True)
                 break
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
     for case in dict.fromkeys((row.layout, row.query_len) for row in measured):
         show(console, *case, [row for row in measured if (row.layout, row.query_len) == case])
     results.write(args, "tune_decode_score", measured)

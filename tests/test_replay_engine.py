@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from msa_icp.replay import plan as plan_module
 from msa_icp.replay.engine import Engine, Step
 from msa_icp.replay.errors import UsageError
 from msa_icp.replay.options import ReplayOptions
-from msa_icp.replay.plan import k_bytes, make_plan
+from msa_icp.replay.plan import k_bytes, make_plan, rank_devices
 from msa_icp.replay.synth import prefix_chain
 from msa_icp.replay.trace import HASH_TOKENS, Request
 
@@ -289,6 +290,50 @@ def test_an_option_that_makes_no_sense_is_named(tmp_path, option, value, sentenc
     with pytest.raises(UsageError) as caught:
         small_plan(tmp_path, **{option: value})
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cards", "devices"),
+    [
+        ({"device": "cpu"}, 8, ["cpu"] * 4),
+        ({"device": "cuda"}, 1, ["cuda:0"] * 4),
+        ({"device": "cuda"}, 3, ["cuda:0"] * 4),
+        ({"device": "cuda"}, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ({"device": "cuda", "world_size": 2}, 8, ["cuda:0", "cuda:1"]),
+        ({"device": "cuda", "world_size": 2}, 0, ["cuda:0"] * 2),  # the backends say that there is none
+        ({"device": "cuda:1", "world_size": 2}, 2, ["cuda:1"] * 2),
+        ({"device": "cuda:1", "world_size": 2}, 0, ["cuda:1"] * 2),
+        ({"device": "cuda", "in_process": True}, 8, ["cuda"] * 4),
+        ({"device": "cuda:7", "in_process": True}, 8, ["cuda:7"] * 4),
+    ],
+)
+def test_ranks_have_a_card_each_where_there_are_enough(chosen, cards, devices):
+    assert rank_devices(ReplayOptions(**chosen), cards) == tuple(devices)
+
+
+def test_a_card_that_is_not_there_is_refused():
+    with pytest.raises(UsageError, match=r"--device cuda:2 is not there: the GPUs .* end with cuda:1"):
+        rank_devices(ReplayOptions(device="cuda:2"), 2)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "cuda:1\n", "cuda:01", ""])
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(UsageError, match="--device must be cpu, cuda or cuda:N, was "):
+        ReplayOptions(device=device)
+
+
+@pytest.mark.parametrize(
+    ("devices", "in_process", "shared"),
+    [
+        (("cpu", "cpu"), False, False),
+        (("cuda:0", "cuda:0"), False, True),
+        (("cuda:0", "cuda:1"), False, False),
+        (("cuda", "cuda"), True, False),
+    ],
+)
+def test_processes_that_take_turns_on_a_card(tmp_path, devices, in_process, shared):
+    plan = small_plan(tmp_path, world_size=2, in_process=in_process)
+    assert replace(plan, devices=devices).share_a_card == shared
 
 
 def test_prompts_go_to_a_backend_that_has_prefill(tmp_path, monkeypatch):

@@ -106,7 +106,11 @@ def replay(
         bool, typer.Option("--in-process", help="All ranks in this process, not each in its own.")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="cpu, or cuda for virtual ranks on one card (with --in-process).")
+        str,
+        typer.Option(
+            help="cpu; cuda: a GPU for each rank where there are enough, else (and with --in-process) "
+            "all ranks share cuda:0; cuda:N: all ranks share that one."
+        ),
     ] = _DEFAULT.device,
     report: Report = None,
 ) -> int:

@@ -54,6 +54,11 @@ MUTANTS = (
         ("test_bench_multi_gpu.py", "-k", "nobody_names"),
     ),
     Mutant(
+        "a time limit loses what was measured",
+        (("bench/results.py", "signal.signal(signal.SIGTERM, _end_as_with_ctrl_c)", "signal.SIG_DFL"),),
+        ("test_bench_results.py", "-k", "time_limits and decode_score"),
+    ),
+    Mutant(
         "a candidate's schedule stays",
         (("bench/tune_decode_score.py", "scorer.SCHEDULE = own", "pass"),),
         ("test_bench_tune.py", "-k", "form_at or comes_back"),

@@ -7,6 +7,8 @@ from .fault import Mutant
 ENGINE = "replay/engine.py"
 REPLAY_PREFILL = "replay/prefill.py"
 ENGINE_TESTS = ("test_replay_engine.py",)
+CARD_TESTS = ("test_replay_processes.py", "-k", "way_to_cards and one_of_four")
+"""Processes on a card, over a stand-in."""
 REPLAY_TESTS = ("test_replay_run.py", "-k", "how_prompts_enter and options0")
 
 MUTANTS = (
@@ -61,6 +63,31 @@ MUTANTS = (
         "a prepared step's first half merges too",
         (("indexer/steps.py", "slot=slot)[:-1])", "slot=slot))"),),
         ("test_replay_run.py", "-k", "does_not_publish"),
+    ),
+    Mutant(
+        "rows of prompts on a card are given to gloo",
+        (("replay/processes.py", "if through_host is None:", "if True:"),),
+        CARD_TESTS,
+    ),
+    Mutant(
+        "what came to the host does not come to the card",
+        (("replay/through_host.py", "        got.copy_(received)\n", ""),),
+        CARD_TESTS,
+    ),
+    Mutant(
+        "the current card is not the rank's",
+        (("replay/processes.py", "        torch.cuda.set_device(device)\n", ""),),
+        CARD_TESTS,
+    ),
+    Mutant(
+        "scorers of ranks that share a card begin early",
+        (("replay/rank.py", "enable_pdl=not self._plan.share_a_card", "enable_pdl=True"),),
+        CARD_TESTS,
+    ),
+    Mutant(
+        "a card for each rank, whether they are there or not",
+        (("replay/plan.py", "rank if cards >= world_size else 0", "rank"),),
+        ("test_replay_engine.py", "-k", "a_card_each"),
     ),
     Mutant(
         "the replay checks the first segment's rows for all",

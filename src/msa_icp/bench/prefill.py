@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from msa_icp.prefill_cases import RECORDED_SHAPES
 from . import ruler
 from .batch import random_keys
 from .decode_score import LAYOUTS
-from .measure import time_chain, versions
+from .measure import time_chain
 
 OPS = {"score": "index_score_sharded", "select": "topk_select_prefill", "fused": "prefill_score_select"}
 """What is measured, and the op that it is; a backend without that op has no row of it."""
@@ -259,8 +259,3 @@ def rows(
                         plain_read_us=None if what == "select" else plain,
                         units=spread(work.plan),
                     )
-
-
-def document(device: torch.device, measured: list[Row], *, date: str, commit: str) -> dict[str, Any]:
-    """The JSON document of a run."""
-    return {**versions(device), "date": date, "commit": commit, "rows": [asdict(row) for row in measured]}

@@ -1,14 +1,17 @@
-"""What the benchmark scripts share: options of the JSON document, and the document."""
+"""What the benchmark scripts share: options of the JSON document, an end that loses nothing, the document."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import json
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +33,28 @@ def parser(description: str | None, results: Path, *, backends: bool = True) -> 
     return made
 
 
+@contextmanager
+def until_interrupted() -> Iterator[None]:
+    """What is measured in here ends with Ctrl-C or SIGTERM (a time limit's); what follows is done anyway.
+
+    For the main thread. After a SIGTERM the next ones are ignored: `timeout` sends two, and the second must
+    not end the writing.
+    """
+    before = signal.signal(signal.SIGTERM, _end_as_with_ctrl_c)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    finally:
+        if signal.getsignal(signal.SIGTERM) == _end_as_with_ctrl_c:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end_as_with_ctrl_c(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def heading(device: torch.device, commit: str | None) -> dict[str, Any]:
     """What a document's figures hold for: card, versions, date, and the commit (default: git's HEAD)."""
     if commit is None:
@@ -38,8 +63,13 @@ def heading(device: torch.device, commit: str | None) -> dict[str, Any]:
 
 
 def write(args: argparse.Namespace, stem: str, measured: Sequence[Any], **facts: Any) -> None:
-    """Write rows (dataclasses), and what they hold for, to `<stem>_<name>.json`, if there is a name."""
+    """Write rows (dataclasses), and what they hold for, to `<stem>_<name>.json`. Without a name, or
+    without rows, nothing is.
+    """
     if args.name is None:
+        return
+    if not measured:
+        print("nothing was measured: nothing is written", flush=True)
         return
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{stem}_{args.name}.json"

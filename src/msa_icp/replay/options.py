@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..geometry import BLOCK, MAX_BLOCKS, MAX_QUERY_ROWS, NUM_HEADS, PAGE_SIZES, TOP_K, WORLD_SIZES
@@ -10,7 +11,8 @@ from .errors import UsageError
 BATCH_MULTIPLE = 4
 """Batches are padded with empty rows to a multiple of this, as batches of captured graphs are."""
 
-DEVICES = ("cpu", "cuda")
+DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]*))?")
+"""The processor, GPUs by the choice of `plan.rank_devices`, or one GPU for all ranks."""
 
 MAX_CONTEXT = MAX_BLOCKS * BLOCK
 
@@ -56,10 +58,8 @@ class ReplayOptions:
         _within("--check-every", self.check_every, 0, 2**31 - 1)
         _within("--check-rows", self.check_rows, NUM_HEADS, 2**31 - 1)
         _within("--seed", self.seed, 0, 2**31 - 1)
-        if self.device not in DEVICES:
-            raise UsageError(f"--device must be {' or '.join(DEVICES)}, was {self.device}")
-        if self.device != "cpu" and not self.in_process:
-            raise UsageError(f"--device {self.device} has virtual ranks on one card so far: add --in-process")
+        if not DEVICE.fullmatch(self.device):
+            raise UsageError(f"--device must be cpu, cuda or cuda:N, was {self.device}")
         for name, count in self._optional_counts():
             if count is not None:
                 _within(name, count, 1, 2**31 - 1)

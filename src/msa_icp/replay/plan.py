@@ -22,6 +22,9 @@ from .trace import Request
 _PROCESS_BYTES = 300 << 20
 """Resident bytes of a process that has imported torch."""
 
+_CUDA_PROCESS_BYTES = 2 << 30
+"""The same with a CUDA context and kernels, on the host."""
+
 _SCORES_BYTES = 64 << 20
 """What the torch backend keeps at a time of the scores and converted keys of a window."""
 
@@ -39,6 +42,14 @@ class Plan:
     longest: int
     """Largest context of a request, its output included."""
     walk: Walk
+    devices: tuple[str, ...]
+    """Of each rank; of virtual ranks in one process the same."""
+
+    @property
+    def share_a_card(self) -> bool:
+        """Whether several processes take turns on a GPU."""
+        on_gpu = self.devices[0] != "cpu"
+        return on_gpu and not self.options.in_process and len(set(self.devices)) < len(self.devices)
 
     @property
     def backend(self) -> str:
@@ -73,6 +84,7 @@ class Walk:
 
 def make_plan(trace: Sequence[Request], options: ReplayOptions) -> Plan:
     """Choose requests and pages. Raises UsageError where the replay cannot start."""
+    devices = rank_devices(options, torch.cuda.device_count() if options.device != "cpu" else 0)
     resolve_backend(options)
     requests: list[Request] = []
     skipped = 0
@@ -91,7 +103,23 @@ def make_plan(trace: Sequence[Request], options: ReplayOptions) -> Plan:
     finals = sorted((options.final_context(r.prompt_tokens, r.output_tokens) for r in requests), reverse=True)
     pages = _pages(options, finals)
     _check_memory(options, pages, finals[0])
-    return Plan(options, requests, skipped, pages, finals[0], _walk(requests, options, pages))
+    return Plan(options, requests, skipped, pages, finals[0], _walk(requests, options, pages), devices)
+
+
+def rank_devices(options: ReplayOptions, cards: int) -> tuple[str, ...]:
+    """The device of each rank on a machine with so many GPUs.
+
+    With `cuda`, ranks in processes have a card each where there are enough, else all share `cuda:0`; `cuda:N`
+    is one card for all of them. Raises UsageError where this machine has GPUs, but not that one.
+    """
+    device, world_size = options.device, options.world_size
+    if device == "cuda" and not options.in_process:
+        return tuple(f"cuda:{rank if cards >= world_size else 0}" for rank in range(world_size))
+    if device.startswith("cuda:") and 0 < cards <= int(device.removeprefix("cuda:")):
+        raise UsageError(
+            f"--device {device} is not there: the GPUs of this machine end with cuda:{cards - 1}"
+        )
+    return (device,) * world_size
 
 
 def _pages(options: ReplayOptions, finals: list[int]) -> int:
@@ -131,13 +159,19 @@ def needed_bytes(options: ReplayOptions, pages: int, longest: int) -> int:
         + options.batch_rows * columns * 4  # block table
         + layout["storage_words"] * 4
         + _prefill_bytes(options)
-        + (0 if options.in_process else _PROCESS_BYTES)
+        + _process_bytes(options)
     )
     cache: int = pages * options.page_size * HEAD_DIM * options.sparse_layers
     checking = longest * HEAD_DIM * 10 if options.check_every else 0  # a context in FP8, FP32 and FP64
     return (
         cache + options.world_size * per_rank + checking * (1 if options.in_process else options.world_size)
     )
+
+
+def _process_bytes(options: ReplayOptions) -> int:
+    if options.in_process:
+        return 0
+    return _PROCESS_BYTES if options.device == "cpu" else _CUDA_PROCESS_BYTES
 
 
 def _prefill_bytes(options: ReplayOptions) -> int:

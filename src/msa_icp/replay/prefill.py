@@ -43,6 +43,11 @@ class Prefill:
         self._merged = torch.empty(layers, most, heads, TOP_K, dtype=torch.int32, device=device)
 
     @property
+    def rooms(self) -> tuple[int, int]:
+        """Words of the carrier and of the received rows of the largest window."""
+        return self._carrier.numel(), self._received.numel()
+
+    @property
     def carrier(self) -> Tensor:
         """What this rank sends: its Top16 rows of all heads, a token slice of its buffer."""
         return self._carrier[:, : self.tokens.count]

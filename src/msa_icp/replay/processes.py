@@ -1,10 +1,10 @@
 """A process for each rank, and the parent that watches over them.
 
-The ranks meet in a gloo group on 127.0.0.1. They talk to each other through it once a step (a reduced
-flag, which says whether to go on and lines them up) and in each layer of a step in which prompts enter, and
-through the receive storage in each layer of a step in which somebody decodes. Each
-has a pipe to the parent: rank 0 tells its progress and hears of Ctrl-C, all send their result or what
-went wrong. A rank ends when its parent is gone.
+The ranks meet in a gloo group on 127.0.0.1, those on GPUs too. They talk to each other through it once a
+step (a reduced flag, which says whether to go on and lines them up) and in each layer of a step in which
+prompts enter (from GPUs by way of `through_host.py`), and through the receive storage in each layer of a
+step in which somebody decodes. Each has a pipe to the parent: rank 0 tells its progress and hears of Ctrl-C,
+all send their result or what went wrong. A rank ends when its parent is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,10 +23,12 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import msa_icp
 
+from .. import symmetric_memory
 from ..child_processes import end_with_parent, how_it_ended
 from .engine import Counts
 from .errors import RankFailure
@@ -34,6 +37,7 @@ from .loop import run_steps
 from .plan import Plan, threads_per_rank
 from .rank import Progress, Rank, RankResult
 from .synth import Synth
+from .through_host import ThroughHost
 
 HOST = "127.0.0.1"
 GROUP_TIMEOUT = timedelta(minutes=5)
@@ -78,7 +82,25 @@ def _rank_main(plan: Plan, rank: int, port: int, threads: int, parent: Connectio
         parent.send(_Failed(f"{type(error).__name__}: {error}", trace, blame))
 
 
+def _take_device(plan: Plan, rank: int) -> torch.device:
+    """This rank's device, from now on the current one of its process."""
+    device = torch.device(plan.devices[rank])
+    if device.type == "cuda":
+        if plan.share_a_card:
+            os.environ[symmetric_memory.ONE_CARD] = "1"
+        torch.cuda.set_device(device)
+    return device
+
+
+def _exchange_prefill(carrier: Tensor, received: Tensor) -> None:
+    try:
+        msa_icp.exchange_prefill(carrier, received)
+    except RuntimeError as error:
+        raise PeerGone(f"the other ranks cannot be reached: {error}") from error
+
+
 def _run_rank(plan: Plan, rank: int, port: int, parent: Connection) -> _Done:
+    device = _take_device(plan, rank)
     store = TCPStore(HOST, port, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=plan.options.world_size, timeout=GROUP_TIMEOUT
@@ -95,11 +117,11 @@ def _run_rank(plan: Plan, rank: int, port: int, parent: Connection) -> _Done:
 
     def exchange(ranks: Sequence[Rank]) -> None:
         (one,) = ranks
-        try:
-            with one.watch("prefill", "exchange"):
-                msa_icp.exchange_prefill(one.prefill.carrier, one.prefill.received)
-        except RuntimeError as error:
-            raise PeerGone(f"the other ranks cannot be reached: {error}") from error
+        with one.watch("prefill", "exchange"):
+            if through_host is None:
+                _exchange_prefill(one.prefill.carrier, one.prefill.received)
+            else:
+                through_host.exchange(_exchange_prefill)
 
     def tell(progress: Progress) -> None:
         nonlocal last_told
@@ -109,8 +131,10 @@ def _run_rank(plan: Plan, rank: int, port: int, parent: Connection) -> _Done:
 
     try:
         synth = Synth(plan.requests, plan.options.seed)
-        with msa_icp.ReceiveStorage.create(capacity=plan.options.capacity) as storage:
-            one = Rank(plan, synth, storage)
+        with msa_icp.ReceiveStorage.create(capacity=plan.options.capacity, device=device) as storage:
+            one = Rank(plan, synth, storage)  # every kernel is loaded before anybody waits
+            on_gpu = device.type == "cuda"
+            through_host = ThroughHost(one.prefill, pinned=storage.device.type == "cuda") if on_gpu else None
             counts = run_steps(plan, [one], exchange, go_on, tell)
             return _Done(one.result(), counts)
     finally:
@@ -203,7 +227,9 @@ def _supervise(workers: list[_Worker], interrupt: Interrupt, progress: Callable[
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             for worker in running:
-                worker.failed = worker.failed or _Failed("did not end in time", "", LEFT_ALONE)
+                if not worker.ended:
+                    worker.failed = _Failed("did not end in time", "", LEFT_ALONE)
+                    worker.process.kill()
 
 
 def _take_down(workers: list[_Worker]) -> None:

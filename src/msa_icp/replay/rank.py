@@ -26,6 +26,10 @@ SPIN_LIMIT = 1 << 23
 """Polls that a wait for a peer takes at most: some seconds. Ranks start the layers of a step together, so
 that a wait only covers the differences between equal pieces of work."""
 
+SHARED_CARD_SPIN_LIMIT = 1 << 24
+"""The same where processes take turns on a card. A rank polls in its own turns only, so that the limit is
+the longer the more of them share the card."""
+
 FOLLOWED_PREFILL = 512
 """The most prefilled tokens whose selection is kept for the picture."""
 
@@ -119,7 +123,7 @@ class Rank:
             num_sparse_layers=max(2, options.sparse_layers),
             device=storage.device,
             backend=backend,
-            spin_limit=SPIN_LIMIT,
+            spin_limit=SHARED_CARD_SPIN_LIMIT if self._plan.share_a_card else SPIN_LIMIT,
         )
         indexer.warmup()
         return indexer
@@ -140,6 +144,8 @@ class Rank:
                 comm=self.storage,
                 tagged=self._options.tagged,
                 decode_query_len=self._options.query_len,
+                # A scorer that waits for the merge before it may fill the card that a peer needs.
+                enable_pdl=not self._plan.share_a_card,
             )
         if step.window is not None:
             self.prefill.begin(step.window)

@@ -17,6 +17,7 @@ import msa_icp
 
 from . import pictures
 from .errors import UsageError
+from .plan import Plan
 from .run import Outcome
 
 SUMMARY, SELECTION, BYTES = "summary.json", "selection.png", "bytes.png"
@@ -57,6 +58,8 @@ def summary(outcome: Outcome, trace: Path) -> dict[str, Any]:
         "sparse_layers": options.sparse_layers,
         "backend": outcome.plan.backend,
         "device": options.device,
+        "devices": list(outcome.plan.devices),
+        "prefill_exchange": _prefill_exchange(outcome.plan),
         "row_form": "tagged" if options.tagged else "legacy",
         "processes": 1 if options.in_process else options.world_size,
         "max_batch": options.max_batch,
@@ -143,7 +146,10 @@ def table(outcome: Outcome, trace: Path) -> Table:
 def _lines(outcome: Outcome) -> Iterator[tuple[str, str]]:
     options, counts = outcome.plan.options, outcome.counts
     where = "in one process" if options.in_process else "each a process"
-    yield "ranks", f"{options.world_size}, {where}; backend {outcome.plan.backend} on {options.device}"
+    yield (
+        "ranks",
+        f"{options.world_size}, {where}; backend {outcome.plan.backend} on {_devices(outcome.plan)}",
+    )
     form = "tagged" if options.tagged else "legacy"
     yield (
         "layout",
@@ -174,6 +180,19 @@ def _lines(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "[red]rows wrong[/red]", f"[red]{outcome.rows_wrong:,}; first: {outcome.first_wrong}[/red]"
     else:
         yield "rows wrong", "0"
+
+
+def _devices(plan: Plan) -> str:
+    """Where the ranks are, for a reader."""
+    different = list(dict.fromkeys(plan.devices))
+    return ", ".join(different) + (", which they share" if plan.share_a_card else "")
+
+
+def _prefill_exchange(plan: Plan) -> str:
+    """How the rows of prompts come to their owners."""
+    if plan.options.in_process:
+        return "copies"
+    return "gloo" if plan.options.device == "cpu" else "gloo, through the host"
 
 
 def _prefill_lines(outcome: Outcome) -> Iterator[tuple[str, str]]:
