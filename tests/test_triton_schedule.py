@@ -60,3 +60,16 @@ def test_gaps_and_several_waves(monkeypatch, device, world_size, page_size, quer
         monkeypatch.setattr(scorer, "SCHEDULE", dataclasses.replace(without, **change))
         got = score(case, 1, "triton", device, enable_pdl=True)
         assert torch.equal(bits(got), bits(expected)), change
+
+
+def test_a_grid_fits_its_axes():
+    """A device takes 65535 programs on every axis but the first."""
+    target = scorer.Target.of_capability("cuda", 90, 132)
+    for requests in (1, 64, 8192, 16384, 16385, 100_003):
+        for columns, query_len, enable_pdl in ((4, 1, True), (4, 1, False), (8192, 8, True)):
+            layout = scorer.ShardLayout(4, 0, 128)
+            work = scorer.plan(scorer.SCHEDULE, layout, query_len, target, columns, requests, enable_pdl)
+            assert all(extent <= 65535 for extent in work.grid[1:]), (requests, columns, work.grid)
+            programs = work.grid[0] * (work.grid[1] if len(work.grid) > 1 else 1) - work.gaps
+            assert programs % requests == 0
+            assert programs >= requests

@@ -102,7 +102,13 @@ MUTANTS = (
     ),
     Mutant(
         "one slot set's launches serve all",
-        ((STEPS, "self._by_slot.get(slot)", "next(iter(self._by_slot.values()), None)"),),
+        (
+            (
+                STEPS,
+                'self._by_slot.get(checks.integer("slot", slot, 0, SLOT_SETS - 1))',
+                "next(iter(self._by_slot.values()), None)",
+            ),
+        ),
         STEP_TESTS,
     ),
     Mutant(
@@ -112,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "a layer's alignment is not looked at",
-        ((STEPS, ", tensor.data_ptr() % _ALIGNED\n", ", 0\n"),),
+        ((STEPS, ", tensor.data_ptr() % ALIGNED\n", ", 0\n"),),
         (*STEP_TESTS, "-k", "unlike"),
     ),
     Mutant(

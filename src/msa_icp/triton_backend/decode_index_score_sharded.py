@@ -368,7 +368,7 @@ def plan(
     """How a batch is cut. Looks at sizes alone, never at a length."""
     tiles = int(ceil_div(columns * layout.rows, _tile_rows(layout)))
     programs = min(tiles, max(1, schedule.programs // requests))
-    one_tile = programs == tiles
+    one_tile = programs == tiles and requests <= schedule.programs  # few enough for the grid's second axis
     grid: tuple[int, ...] = (tiles, requests) if one_tile else (requests, programs)
     dependent = enable_pdl and target.dependent_launch
     residents = schedule.residents(target, wide=_groups(query_len, target) > 1)
