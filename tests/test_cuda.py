@@ -260,9 +260,10 @@ def test_a_pool_of_ten_gigabytes(kernel, world_size, page_size):
 
 
 @kernels
-def test_nothing_is_loaded_after_warmup(kernel):
-    """In a process of its own: after `warmup` everything can be captured at once."""
-    _in_a_process(f"test_cuda.capture_everything({kernel!r})")
+@pytest.mark.parametrize("only", [None, (4, 256)], ids=["all", "W4-P256"])
+def test_nothing_is_loaded_after_warmup(kernel, only):
+    """In a process of its own: after `warmup`, of one layout too, everything can be captured at once."""
+    _in_a_process(f"test_cuda.capture_everything({kernel!r}, {only!r})")
 
 
 @kernels
@@ -271,10 +272,11 @@ def test_tensors_at_the_ends_of_their_allocations(kernel):
     _in_a_process(f"test_cuda.run_at_the_ends({kernel!r})", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
-def capture_everything(kernel: str) -> None:
-    """Capture every op in every layout, query length and form without running one before."""
-    msa_icp.warmup(DEVICE, kernel)
-    for world_size, page_size in LAYOUTS:
+def capture_everything(kernel: str, only: tuple[int, int] | None) -> None:
+    """Capture every op in every layout (or in one), query length and form without running one before."""
+    world, page = only or (None, None)
+    msa_icp.warmup(DEVICE, kernel, world_size=world, page_size=page)
+    for world_size, page_size in [only] if only else LAYOUTS:
         for query_len in (1, 2, 4, 8):
             for tagged in (False, True):
                 chain = Chain(world_size, page_size, query_len, kernel, tagged=tagged)

@@ -531,9 +531,11 @@ def test_a_step_makes_no_tensor(backend, device):
 
 def test_warmup_is_that_of_the_backend(monkeypatch):
     asked = []
-    monkeypatch.setattr(indexer.plan.dispatch, "warmup", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(
+        indexer.plan.dispatch, "warmup", lambda *arguments, **layout: asked.append((arguments, layout))
+    )
     plan_of(backend="torch").warmup()
-    assert asked == [(torch.device("cpu"), "torch")]
+    assert asked == [((torch.device("cpu"), "torch"), {"page_size": 128, "world_size": 2})]
 
 
 def test_the_pool_is_the_only_buffer_that_a_rule_adds():

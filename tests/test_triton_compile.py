@@ -115,8 +115,7 @@ def compile_for(target: str) -> None:
     else:
         gpu, ours = GPUTarget("cuda", int(target), 32), Target.of_capability("cuda", int(target), 100)
     kernels = set()
-    everything = (*triton_backend.VARIANTS, producer_kernel.variants)
-    for kernel, values in chain.from_iterable(variants(ours) for variants in everything):
+    for kernel, values in chain(triton_backend.variants(ours), producer_kernel.variants(ours)):
         constants = dict(zip(kernel.constants, values, strict=True))
         if not _worth_compiling(constants):
             continue

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import random
 from collections.abc import Callable
 from types import ModuleType
 
@@ -15,6 +17,20 @@ NAMES = ("cuda", "triton", "torch")
 
 AUTOMATIC = ("cake", "auto")
 """Names that leave the choice to the device; "cake" is the upstream's only one."""
+
+
+OPS = (
+    "decode_index_score_sharded",
+    "topk_select_publish",
+    "merge_candidates",
+    "decode_score_publish",
+    "write_index_keys",
+    "index_score_sharded_plan_device",
+    "index_score_sharded",
+    "topk_select_prefill",
+    "prefill_score_select",
+)
+"""The functions of a backend. Not every backend has every one."""
 
 
 def package(name: str) -> ModuleType:
@@ -83,15 +99,51 @@ def implementation(op: str, backend: str, device: torch.device) -> Callable[...,
     return getattr(chosen, op)  # type: ignore[no-any-return]
 
 
-def warmup(device: torch.device | str, backend: str = "cake") -> None:
+def warmup(
+    device: torch.device | str,
+    backend: str = "cake",
+    *,
+    page_size: int | None = None,
+    world_size: int | None = None,
+) -> None:
     """Compile and load every kernel that a call with `backend=` may need, before the first exchange.
 
     A kernel that is first loaded while a peer waits for it stalls both, and none can be loaded while
-    a CUDA graph is being captured. Raises ValueError as the entry points do for `backend`.
+    a CUDA graph is being captured. What has been compiled is kept on disk. Several processes may call it
+    at once, from a cold cache too: each goes its own way through the kernels and finds there what the others
+    have compiled.
+
+    Args:
+        device: the device of the tensors.
+        backend: the backend of the calls.
+        page_size: 128 or 256. None: kernels for both are loaded.
+        world_size: 2 or 4. None: kernels for both are loaded.
+
+    Raises:
+        ValueError: as the entry points raise for these arguments.
     """
     where = checks.device("device", device)
-    packages = [resolve(backend, where)]
-    if backend in AUTOMATIC and where.type != "cpu":  # an op that the best backend has not is another's
-        packages = [package(name) for name, reason in backends(where).items() if reason is None]
-    for chosen in packages:
-        chosen.warmup(where)
+    layouts = checks.layouts(page_size, world_size)
+    resolve(backend, where)  # whatever op it is, this is what is wrong with it
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    loads = [
+        load
+        for name, ops in _ops_by_backend(backend, where).items()
+        for load in package(name).to_load(where, ops, layouts)
+    ]
+    random.Random(os.getpid()).shuffle(loads)
+    for load in loads:
+        load()
+
+
+def _ops_by_backend(backend: str, device: torch.device) -> dict[str, list[str]]:
+    """The ops that calls with `backend=` on `device` find in each backend."""
+    found: dict[str, list[str]] = {}
+    for op in OPS:
+        names = _by_preference(device) if backend in AUTOMATIC else (backend,)
+        for name in names:
+            if _why_not(name, device, op) is None:
+                found.setdefault(name, []).append(op)
+                break
+    return found

@@ -10,9 +10,10 @@ one key of a page that this rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 NUM_HEADS = 4
@@ -33,6 +34,10 @@ MAX_QUERY_ROWS = 32
 """Query rows (tokens times heads) of one request that a decode call takes."""
 WORLD_SIZES = (2, 4)
 PAGE_SIZES = (128, 256)
+Layouts = Iterable[tuple[int, int]]
+"""Page sizes with world sizes: what kernels are compiled for."""
+LAYOUTS = tuple(product(PAGE_SIZES, WORLD_SIZES))
+"""All of them."""
 
 LEGACY_WORDS = 33
 """int32 words of a legacy row: 16 score bits, 16 ids, the ready word."""

@@ -3,7 +3,7 @@
 Each case is a process of its own, whose caches lie in a temporary folder. Without a GPU it is the compilation
 that is timed (NVRTC needs none): of one kernel a source of the CUDA backend.
 
-python -m msa_icp.bench.first_call DEVICE BACKEND    prints one such process's JSON: seconds by what was done
+python -m msa_icp.bench.first_call DEVICE BACKEND [warmup]   one such process's JSON: seconds by what was done
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from msa_icp import cuda_backend
 
 STATES = ("cold", "from the disk cache")
 WARMUP = "warmup of everything else"
+LAYOUT_WARMUP = "warmup of P128W4"
+RANKS = 4
+TOGETHER = f"cold, {RANKS} processes at once"
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,26 @@ class Row:
 
 
 def rows(device: torch.device, backends: Sequence[str]) -> Iterator[Row]:
-    """Two processes a backend, one after the other over the same folder."""
+    """Two processes a backend, one after the other over the same folder; then what an engine waits for at its
+    start: the warm-up of one layout, in a process and in a group of them."""
     for backend in backends:
         with tempfile.TemporaryDirectory() as folder:
             for state in STATES:
-                for op, seconds in _in_process(device, backend, folder).items():
+                for op, seconds in _in_processes(device, backend, folder)[0].items():
                     yield Row("first call", backend, op, state, round(seconds, 4))
+    for backend in (*backends, "cake") if device.type == "cuda" else ():
+        for processes in (1, RANKS):
+            with tempfile.TemporaryDirectory() as folder:
+                for state in STATES if processes == 1 else (TOGETHER,):
+                    found = _in_processes(device, backend, folder, "warmup", processes=processes)
+                    slowest = max(seconds[LAYOUT_WARMUP] for seconds in found)
+                    yield Row("warmup", backend, LAYOUT_WARMUP, state, round(slowest, 4))
 
 
-def _in_process(device: torch.device, backend: str, folder: str) -> dict[str, float]:
+def _in_processes(
+    device: torch.device, backend: str, folder: str, *what: str, processes: int = 1
+) -> list[dict[str, float]]:
+    """What each of the processes, started together, says."""
     source = str(Path(msa_icp.__file__).parents[1])
     environment = dict(
         os.environ,
@@ -56,12 +70,21 @@ def _in_process(device: torch.device, backend: str, folder: str) -> dict[str, fl
         TRITON_CACHE_DIR=str(Path(folder) / "triton"),
         PYTHONPATH=os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
     )
-    command = [sys.executable, "-m", "msa_icp.bench.first_call", str(device), backend]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
+    command = [sys.executable, "-m", "msa_icp.bench.first_call", str(device), backend, *what]
+    started = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    try:
+        said = [process.communicate() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    for process, (_, error) in zip(started, said, strict=True):
+        if process.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{error}")
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
 def first_calls(device: torch.device, backend: str) -> dict[str, float]:
@@ -76,6 +99,15 @@ def first_calls(device: torch.device, backend: str) -> dict[str, float]:
             torch.cuda.synchronize(device)
     with _timed(seconds, WARMUP):
         msa_icp.warmup(device, backend)
+    return seconds
+
+
+def layout_warmup(device: torch.device, backend: str) -> dict[str, float]:
+    """Seconds of the warm-up of one layout in this process, whose GPU is up."""
+    torch.zeros(1, device=device).item()
+    seconds: dict[str, float] = {}
+    with _timed(seconds, LAYOUT_WARMUP):
+        msa_icp.warmup(device, backend, page_size=128, world_size=4)
     return seconds
 
 
@@ -98,4 +130,7 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 if __name__ == "__main__":
     where = torch.device(sys.argv[1])
-    print(json.dumps(first_calls(where, sys.argv[2]) if where.type == "cuda" else compilations()))
+    if where.type == "cpu":
+        print(json.dumps(compilations()))
+    else:
+        print(json.dumps((layout_warmup if sys.argv[3:] else first_calls)(where, sys.argv[2])))

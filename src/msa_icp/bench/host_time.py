@@ -261,7 +261,7 @@ def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> f
     if launch.INTERPRETED:
         return None
     target = launch.target_of(device)
-    kernels = {kernel for variants in triton_backend.VARIANTS for kernel, _ in variants(target)}
+    kernels = {kernel for kernel, _ in triton_backend.variants(target)}
     loaded = {kernel: kernel._loaded for kernel in kernels}
     for kernel in kernels:
         kernel._loaded = _NothingLoaded()

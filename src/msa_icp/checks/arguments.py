@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numbers
+from itertools import product
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..geometry import HEAD_DIM, NUM_HEADS, PAGE_SIZES, TOP_K, WORLD_SIZES, ShardLayout
+from ..geometry import HEAD_DIM, NUM_HEADS, PAGE_SIZES, TOP_K, WORLD_SIZES, Layouts, ShardLayout
 
 FP8 = torch.float8_e4m3fn
 
@@ -58,6 +59,13 @@ def layout(rank: Any, world_size: Any, page_size: Any) -> ShardLayout:
     """The shard layout that the three numbers name."""
     world = one_of("world_size", world_size, WORLD_SIZES)
     return ShardLayout(world, integer("rank", rank, 0, world - 1), one_of("page_size", page_size, PAGE_SIZES))
+
+
+def layouts(page_size: Any, world_size: Any) -> Layouts:
+    """Every (page size, world size) that `warmup` is asked for; None stands for all."""
+    pages = PAGE_SIZES if page_size is None else (one_of("page_size", page_size, PAGE_SIZES),)
+    worlds = WORLD_SIZES if world_size is None else (one_of("world_size", world_size, WORLD_SIZES),)
+    return tuple(product(pages, worlds))
 
 
 def group_shape(world_size: Any, heads_per_rank: Any, capacity: Any) -> tuple[int, int, int]:

@@ -6,12 +6,15 @@ One `.cu` file an op, which the Python file of the same name launches; `device/`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
+from typing import Any
 
 import torch
 
+from ..geometry import LAYOUTS, Layouts
 from .decode_index_score_sharded import decode_index_score_sharded
 from .decode_index_score_sharded import kernels as _score_kernels
 from .decode_score_publish import decode_score_publish
@@ -34,10 +37,10 @@ __all__ = [
     "kernels",
     "merge_candidates",
     "not_installed",
+    "to_load",
     "topk_select_prefill",
     "topk_select_publish",
     "unavailable",
-    "warmup",
     "write_index_keys",
 ]
 
@@ -59,16 +62,22 @@ def not_installed() -> str | None:
     return None if _INSTALLED else "cuda-core is not installed; install msa-icp[cuda13] or msa-icp[cuda12]"
 
 
-def kernels() -> Iterator[Kernel]:
-    """Every kernel of the backend."""
-    return chain(
-        _score_kernels(),
-        _publish_kernels(),
-        _merge_kernels(),
-        _write_kernels(),
-        _prefill_score_kernels(),
-        _prefill_select_kernels(),
-    )
+_KERNELS = {
+    "decode_index_score_sharded": (_score_kernels,),
+    "topk_select_publish": (_publish_kernels,),
+    "merge_candidates": (_merge_kernels,),
+    "decode_score_publish": (_score_kernels, _publish_kernels),
+    "write_index_keys": (_write_kernels,),
+    "index_score_sharded": (_prefill_score_kernels,),
+    "topk_select_prefill": (_prefill_select_kernels,),
+}
+"""For each op, functions from layouts to every kernel that it may need."""
+
+
+def kernels(ops: Collection[str] = tuple(_KERNELS), layouts: Layouts = LAYOUTS) -> Iterator[Kernel]:
+    """Every kernel that the ops need in the layouts, once."""
+    groups = dict.fromkeys(chain.from_iterable(_KERNELS[op] for op in ops))
+    return chain.from_iterable(group(layouts) for group in groups)
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -81,9 +90,6 @@ def unavailable(device: torch.device) -> str | None:
     return not_installed()
 
 
-def warmup(device: torch.device) -> None:
-    """Compile and load every kernel: afterwards no call does either."""
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    for kernel in kernels():
-        kernel.load(device)
+def to_load(device: torch.device, ops: Collection[str], layouts: Layouts) -> list[Callable[[], Any]]:
+    """What there is to call before no call of `ops` in `layouts` compiles or loads: one for each kernel."""
+    return [partial(kernel.load, device) for kernel in kernels(ops, layouts)]

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..geometry import MAX_QUERY_ROWS, NUM_HEADS, PAGE_SIZES, WORLD_SIZES, ShardLayout, ceil_div
+from ..geometry import MAX_QUERY_ROWS, NUM_HEADS, Layouts, ShardLayout, ceil_div
 from .loader import Kernel, Variant
 
 _THREADS = 128
@@ -92,9 +92,9 @@ def kernel_for(layout: tuple[int, int], groups: int, form: Form) -> Kernel:
     return Kernel(variant, _THREADS, _WORDS, takes_query=True)
 
 
-def kernels() -> Iterator[Kernel]:
+def kernels(layouts: Layouts) -> Iterator[Kernel]:
     """Every kernel that a call may need."""
-    for layout, (groups, _, form) in product(product(PAGE_SIZES, WORLD_SIZES), SCHEDULE.forms):
+    for layout, (groups, _, form) in product(layouts, SCHEDULE.forms):
         yield kernel_for(layout, groups, form)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from itertools import product
 
 from torch import Tensor
 
-from ..geometry import PAGE_SIZES, WORLD_SIZES, ShardLayout, prefill_items
+from ..geometry import Layouts, ShardLayout, prefill_items
 from ..prefill_plan import MSAIcpScorePlan
 from .loader import Kernel, Variant
 
@@ -29,9 +28,9 @@ def kernel_for(page_size: int, world_size: int) -> Kernel:
     return Kernel(variant, _THREADS, _WORDS, shared_bytes=_SHARED_BYTES, takes_query=True)
 
 
-def kernels() -> Iterator[Kernel]:
+def kernels(layouts: Layouts) -> Iterator[Kernel]:
     """Every kernel that a call may need."""
-    for page_size, world_size in product(PAGE_SIZES, WORLD_SIZES):
+    for page_size, world_size in layouts:
         yield kernel_for(page_size, world_size)
 
 

@@ -37,6 +37,7 @@ _RESIDENT_THREADS = 2048
 
 _SERIALIZED = r"C7510|C7518"
 """Notices of the assembler."""
+_importing = threading.Lock()
 _INCLUDE = re.compile(r'#include "(.+)"')
 
 
@@ -95,18 +96,14 @@ class Variant:
 
     def compile(self, architecture: str = ARCHITECTURE) -> Any:
         """The compiled program (`cuda.core.ObjectCode`), from the disk cache where it is there."""
-        from cuda.core import Program
-
-        program = Program(self.text(), "c++", self._options(architecture))
+        program = _cuda_core().Program(self.text(), "c++", self._options(architecture))
         return program.compile("cubin", cache=_disk_cache())
 
     def report(self, architecture: str = ARCHITECTURE) -> Report:
         """Compile, past the cache, and read what the assembler reports. Needs no GPU."""
-        from cuda.core import Program
-
         log = io.StringIO()
         options = self._options(architecture, ptxas_options="-v")
-        Program(self.text(), "c++", options).compile("cubin", logs=log)
+        _cuda_core().Program(self.text(), "c++", options).compile("cubin", logs=log)
         return Report(
             registers=_sum(r"Used (\d+) registers", log.getvalue()),
             shared=_sum(r"(\d+) bytes smem", log.getvalue(), needed=False),
@@ -115,9 +112,7 @@ class Variant:
         )
 
     def _options(self, architecture: str, **more: Any) -> Any:
-        from cuda.core import ProgramOptions
-
-        return ProgramOptions(name=self.source, arch=architecture, std="c++17", **more)
+        return _cuda_core().ProgramOptions(name=self.source, arch=architecture, std="c++17", **more)
 
 
 def _sum(pattern: str, log: str, *, needed: bool = True) -> int:
@@ -127,9 +122,18 @@ def _sum(pattern: str, log: str, *, needed: bool = True) -> int:
     return sum(map(int, found))
 
 
+def _cuda_core() -> Any:
+    """`cuda.core`. A second thread that imports it at the same time can see it half made, and raise."""
+    with _importing:
+        import cuda.core
+
+    return cuda.core
+
+
 @functools.cache
 def _disk_cache() -> Any:
     """Compiled kernels of this user, shared by processes; None where nothing can be written."""
+    _cuda_core()
     from cuda.core.utils import FileStreamProgramCache
 
     try:
@@ -224,10 +228,8 @@ class Kernel:
         try:
             return mine.dependent if dependent else mine.plain  # type: ignore[no-any-return]
         except AttributeError:
-            from cuda.core import Device
-
             # A thread that has not used CUDA yet has no context, and torch need not have given it one.
-            Device(torch.cuda.current_device()).set_current()
+            _cuda_core().Device(torch.cuda.current_device()).set_current()
             mine.dependent, mine.plain = (Launcher(self, dependent=flag) for flag in (True, False))
             return self._launcher(dependent)
 
@@ -253,9 +255,8 @@ class Kernel:
 
     def _load(self, index: int) -> Any:
         from cuda.bindings import driver
-        from cuda.core import Device
 
-        Device(index).set_current()
+        _cuda_core().Device(index).set_current()
         code = self._code[index] = self.variant.compile()  # owns what the function is part of
         kernel = driver.CUkernel(int(code.get_kernel(self.variant.source).handle))
         function = checked(driver.cuKernelGetFunction(kernel))

@@ -8,7 +8,7 @@ from itertools import product
 
 from torch import Tensor
 
-from ..geometry import WORLD_SIZES
+from ..geometry import Layouts
 from .loader import Kernel, Variant
 
 _RANK_THREADS = 32
@@ -24,9 +24,10 @@ def kernel_for(form: int, world_size: int) -> Kernel:
     return Kernel(variant, _RANK_THREADS * world_size, _WORDS)
 
 
-def kernels() -> Iterator[Kernel]:
+def kernels(layouts: Layouts) -> Iterator[Kernel]:
     """Every kernel that a call may need."""
-    for form, world_size in product((LEGACY, TAGGED, PREFILL), WORLD_SIZES):
+    world_sizes = sorted({world_size for _, world_size in layouts})
+    for form, world_size in product((LEGACY, TAGGED, PREFILL), world_sizes):
         yield kernel_for(form, world_size)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..geometry import NUM_HEADS
+from ..geometry import NUM_HEADS, Layouts
 from .loader import Kernel, Variant
 
 _THREADS = 32 * NUM_HEADS
@@ -20,7 +20,7 @@ def kernel() -> Kernel:
     return Kernel(Variant("topk_select_prefill", ()), _THREADS, _WORDS)
 
 
-def kernels() -> Iterator[Kernel]:
+def kernels(layouts: Layouts) -> Iterator[Kernel]:
     """Every kernel that a call may need."""
     yield kernel()
 

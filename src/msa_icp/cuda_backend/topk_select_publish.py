@@ -8,6 +8,7 @@ from itertools import product
 
 from torch import Tensor
 
+from ..geometry import Layouts
 from .loader import Kernel, Variant
 
 _THREADS = 128
@@ -23,7 +24,7 @@ def kernel_for(*, tagged: bool, fused: bool) -> Kernel:
     return Kernel(variant, _THREADS, _WORDS, spread=True)
 
 
-def kernels() -> Iterator[Kernel]:
+def kernels(layouts: Layouts) -> Iterator[Kernel]:
     """Every kernel that a call may need."""
     for tagged, fused in product((False, True), (False, True)):
         yield kernel_for(tagged=tagged, fused=fused)

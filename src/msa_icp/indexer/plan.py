@@ -155,9 +155,9 @@ class MSAIcpIndexerPlan:
         """Compile and load every kernel: before the first exchange, and before a CUDA graph is captured.
 
         A kernel that is first loaded while a peer waits for it stalls both. Ranks may call it at once, from a
-        cold cache too.
+        cold cache too. It is `msa_icp.warmup` for this plan's backend, page size and world size.
         """
-        dispatch.warmup(self.device, self.backend)
+        dispatch.warmup(self.device, self.backend, page_size=self.page_size, world_size=self.world_size)
 
     # ------------------------------------------------------------ decode
 

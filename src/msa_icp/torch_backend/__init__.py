@@ -6,9 +6,13 @@ are the canonical ones, bit for bit, whatever order the matrix library adds in.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
 import torch
 
-from ..geometry import HEAD_DIM, NUM_HEADS, ShardLayout
+from ..geometry import HEAD_DIM, NUM_HEADS, Layouts, ShardLayout
 from .decode_index_score_sharded import decode_index_score_sharded
 from .decode_score_publish import decode_score_publish
 from .index_score_sharded import index_score_sharded
@@ -26,10 +30,10 @@ __all__ = [
     "index_score_sharded_plan_device",
     "merge_candidates",
     "prefill_score_select",
+    "to_load",
     "topk_select_prefill",
     "topk_select_publish",
     "unavailable",
-    "warmup",
     "write_index_keys",
 ]
 
@@ -45,8 +49,12 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def warmup(device: torch.device) -> None:
-    """Run one small score, so that the matrix library and the thread pool are loaded."""
+def to_load(device: torch.device, ops: Collection[str], layouts: Layouts) -> list[Callable[[], Any]]:
+    """Nothing of ours, but the matrix library and the thread pool of whatever scores."""
+    return [partial(_one_small_score, device)] if any("score" in op for op in ops) else []
+
+
+def _one_small_score(device: torch.device) -> None:
     layout = ShardLayout(world_size=4, rank=0, page_size=128)
     keys = torch.zeros((1, layout.rows, HEAD_DIM), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     one = torch.ones(1, dtype=torch.int32, device=device)

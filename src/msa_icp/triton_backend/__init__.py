@@ -6,10 +6,15 @@ A kernel is found by its op's name. What the kernels share is in `launch` (compi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
+from typing import Any
 
 import torch
+
+from ..geometry import LAYOUTS, Layouts
 
 __all__ = [
     "decode_index_score_sharded",
@@ -18,10 +23,11 @@ __all__ = [
     "index_score_sharded_plan_device",
     "merge_candidates",
     "prefill_score_select",
+    "to_load",
     "topk_select_prefill",
     "topk_select_publish",
     "unavailable",
-    "warmup",
+    "variants",
     "write_index_keys",
 ]
 
@@ -47,18 +53,26 @@ if _INSTALLED:
     from .write_index_keys import variants as _write_variants
     from .write_index_keys import write_index_keys
 
-    VARIANTS = (
-        _score_variants,
-        _publish_variants,
-        _merge_variants,
-        _fused_variants,
-        _write_variants,
-        _plan_variants,
-        _window_variants,
-        _select_variants,
-        _window_fused_variants,
-    )
-    """For each op, a function from a `Target` to every (kernel, constants) that a device may need."""
+    _VARIANTS = {
+        "decode_index_score_sharded": (_score_variants,),
+        "topk_select_publish": (_publish_variants,),
+        "merge_candidates": (_merge_variants,),
+        "decode_score_publish": (_score_variants, _fused_variants),
+        "write_index_keys": (_write_variants,),
+        "index_score_sharded_plan_device": (_plan_variants,),
+        "index_score_sharded": (_window_variants,),
+        "topk_select_prefill": (_select_variants,),
+        "prefill_score_select": (_window_fused_variants,),
+    }
+    """For each op, functions from a `Target` and layouts to every (kernel, constants) that it may need."""
+
+    def variants(
+        target: _launch.Target, ops: Collection[str] = tuple(_VARIANTS), layouts: Layouts = LAYOUTS
+    ) -> Iterator[tuple[_launch.Kernel, tuple[Any, ...]]]:
+        """Every (kernel, constants) that the ops need in the layouts, once."""
+        groups = dict.fromkeys(chain.from_iterable(_VARIANTS[op] for op in ops))
+        return chain.from_iterable(group(target, layouts) for group in groups)
+
 
 _OLDEST = (8, 0)
 
@@ -78,10 +92,7 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def warmup(device: torch.device) -> None:
-    """Compile and load every variant of every kernel: afterwards no call does either."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    target = _launch.target_of(device)
-    for kernel, constants in chain.from_iterable(variants(target) for variants in VARIANTS):
-        kernel.load(constants, device)
+def to_load(device: torch.device, ops: Collection[str], layouts: Layouts) -> list[Callable[[], Any]]:
+    """What there is to call before no call of `ops` in `layouts` compiles or loads: one for each variant."""
+    needed = variants(_launch.target_of(device), ops, layouts)
+    return [partial(kernel.load, constants, device) for kernel, constants in needed]

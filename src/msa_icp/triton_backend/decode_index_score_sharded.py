@@ -13,23 +13,13 @@ does in which order is what makes it short (see `_score_tile`).
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import (
-    BLOCK,
-    HEAD_DIM,
-    MAX_QUERY_ROWS,
-    NUM_HEADS,
-    PAGE_SIZES,
-    WORLD_SIZES,
-    ShardLayout,
-    ceil_div,
-)
+from ..geometry import BLOCK, HEAD_DIM, MAX_QUERY_ROWS, NUM_HEADS, Layouts, ShardLayout, ceil_div
 from .e4m3 import e4m3_to_fp16
 from .launch import BYTES, FLOATS, I32, I64, INTS, Kernel, Target, kernel, target_of
 from .pdl import release_dependents, wait_for_predecessor
@@ -328,7 +318,7 @@ def _tile_rows(layout: ShardLayout) -> int:
     return max(SCHEDULE.tile_rows, layout.rows)
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
     launches = [(False, False, NONE.value), (False, True, NONE.value)]
     if target.dependent_launch:
@@ -336,7 +326,7 @@ def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
             (True, False, NONE.value),
             *((True, True, early.value) for early in (NONE, FIRST_WAVE, ALL)),
         ]
-    for world_size, page_size in product(WORLD_SIZES, PAGE_SIZES):
+    for page_size, world_size in layouts:
         layout = ShardLayout(world_size, 0, page_size)
         for groups in range(1, _groups(MAX_QUERY_ROWS // NUM_HEADS, target) + 1):
             for launch in launches:

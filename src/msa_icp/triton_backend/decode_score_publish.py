@@ -13,7 +13,7 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import MAX_BLOCKS, NUM_HEADS, POOL_ROW_WORDS, ShardLayout, pool_rounds
+from ..geometry import MAX_BLOCKS, NUM_HEADS, POOL_ROW_WORDS, Layouts, ShardLayout, pool_rounds
 from .decode_index_score_sharded import launch_scores
 from .launch import FLOATS, I32, INTS, LONGS, Kernel, Target, kernel, target_of
 from .pdl import release_dependents, wait_for_predecessor
@@ -151,7 +151,7 @@ def decode_score_publish(
         )
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need, the scorer's aside."""
     for tagged, dependent in product((False, True), sorted({False, target.dependent_launch})):
         yield select_round_kernel, (tagged, dependent)

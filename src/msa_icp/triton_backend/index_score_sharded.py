@@ -3,14 +3,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import PAGE_SIZES, WORLD_SIZES, ShardLayout, prefill_items
+from ..geometry import Layouts, ShardLayout, prefill_items
 from ..prefill_plan import MSAIcpScorePlan
 from .launch import BYTES, FLOATS, I32, I64, INTS, LONGS, Kernel, Target, kernel, target_of
 from .pdl import release_dependents, wait_for_predecessor
@@ -176,9 +175,9 @@ def index_score_sharded(
     )
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
-    for world_size, page_size in product(WORLD_SIZES, PAGE_SIZES):
+    for page_size, world_size in layouts:
         layout = ShardLayout(world_size, 0, page_size)
         for rows in (SCHEDULE.few_query_rows, SCHEDULE.query_rows):
             constants = share_constants(layout, rows, step_pages(layout), target)

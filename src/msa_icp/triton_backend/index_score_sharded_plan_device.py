@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import block_columns, prefill_items
+from ..geometry import Layouts, block_columns, prefill_items
 from .launch import I32, INTS, LONGS, Kernel, Target, kernel
 from .prefill_share import BLOCKS_OF_UNIT, KEYS_OF_BLOCK, TOKENS_OF_ITEM
 
@@ -156,7 +156,7 @@ def index_score_sharded_plan_device(
     )
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
     for shape in SHAPES:
         yield plan_kernel, shape

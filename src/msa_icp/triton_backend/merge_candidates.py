@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import TAGGED_WORDS, WORLD_SIZES
+from ..geometry import TAGGED_WORDS, WORLD_SIZES, Layouts
 from .launch import I32, I64, INTS, LONGS, Kernel, Target, kernel, target_of
 from .pdl import release_dependents, wait_for_predecessor
 from .ranking import TOP, ascending, best16, ranking_keys
@@ -203,10 +203,11 @@ def merge_candidates(
         tagged_kernel((tokens, heads), arguments, (world_size, dependent), recv_slot.device)
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
-    for world_size, dependent in product(WORLD_SIZES, sorted({False, target.dependent_launch})):
+    world_sizes = sorted({world_size for _, world_size in layouts})
+    for world_size, dependent in product(world_sizes, sorted({False, target.dependent_launch})):
         yield merge_kernel, (world_size, False, dependent)
         yield merge_tagged_kernels[world_size], (world_size, dependent)
-    for world_size in WORLD_SIZES:
+    for world_size in world_sizes:
         yield merge_kernel, (world_size, True, False)

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..geometry import ITEM_TOKENS, NUM_HEADS, TOP_K
+from ..geometry import ITEM_TOKENS, NUM_HEADS, TOP_K, Layouts
 from .launch import I32, I64, INTERPRETED, INTS, LONGS, Kernel, Target, kernel
 from .pdl import release_dependents, wait_for_predecessor
 from .prefill_share import BLOCKS_OF_UNIT, HEADS, ROWS_OF_ITEM, piece_of
@@ -180,7 +180,7 @@ def heads_at_once() -> int:
     return NUM_HEADS if INTERPRETED else 1
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
     for dependent in sorted({False, target.dependent_launch}):
         yield merge_pieces_kernel, (heads_at_once(), dependent)

@@ -12,7 +12,6 @@ candidate of score -inf. Among such blocks the ranking is a matter of ids alone 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, disable-error-code="assignment"
 
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,15 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import (
-    ITEM_TOKENS,
-    NUM_HEADS,
-    PAGE_SIZES,
-    WORLD_SIZES,
-    ShardLayout,
-    prefill_items,
-    shard_columns,
-)
+from ..geometry import ITEM_TOKENS, NUM_HEADS, Layouts, ShardLayout, prefill_items, shard_columns
 from ..prefill_plan import MSAIcpScorePlan
 from .index_score_sharded import plan_arguments
 from .launch import BYTES, I32, I64, INTS, LONGS, Kernel, Target, kernel, target_of
@@ -269,13 +260,13 @@ def prefill_score_select(
     )
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
     launches = sorted({False, target.dependent_launch})
-    for world_size, page_size in product(WORLD_SIZES, PAGE_SIZES):
+    for page_size, world_size in layouts:
         layout = ShardLayout(world_size, 0, page_size)
         for rows in (SCHEDULE.few_query_rows, SCHEDULE.query_rows):
             constants = share_constants(layout, rows, STEP_COLUMNS, target)
             for dependent in launches:
                 yield select_pieces_kernel, (*constants, dependent)
-    yield from merge_variants(target)
+    yield from merge_variants(target, layouts)

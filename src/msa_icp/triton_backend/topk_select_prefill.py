@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..geometry import Layouts
 from .launch import FLOATS, I32, I64, INTS, Kernel, Target, kernel
 from .ranking import PADDING_BITS, TOP, ascending_rows, block_of, top16
 from .topk_select_publish import IS_READY, READY_AT
@@ -87,6 +88,6 @@ def topk_select_prefill(
     )
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """The one variant."""
     yield select_prefill_kernel, ()

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import LEGACY_WORDS, NUM_HEADS, TAGGED_WORDS
+from ..geometry import LEGACY_WORDS, NUM_HEADS, TAGGED_WORDS, Layouts
 from ..rows import READY, READY_WORD
 from .launch import FLOATS, I32, I64, INTS, LONGS, Kernel, Target, kernel, target_of
 from .pdl import release_dependents, wait_for_predecessor
@@ -165,7 +165,7 @@ def topk_select_publish(
     )
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """Every variant that a device may need."""
     for tagged, dependent in product((False, True), sorted({False, target.dependent_launch})):
         yield publish_kernel, (tagged, dependent)

@@ -8,7 +8,7 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import BLOCK, HEAD_DIM, ShardLayout, ceil_div
+from ..geometry import BLOCK, HEAD_DIM, Layouts, ShardLayout, ceil_div
 from .launch import BYTES, I32, I64, INTS, Kernel, Target, kernel
 
 DIM = tl.constexpr(HEAD_DIM)
@@ -93,6 +93,6 @@ def write_index_keys(
     )
 
 
-def variants(target: Target) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
+def variants(target: Target, layouts: Layouts) -> Iterator[tuple[Kernel, tuple[Any, ...]]]:
     """The one variant."""
     yield write_keys_kernel, ()
