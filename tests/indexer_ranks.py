@@ -62,7 +62,7 @@ def warm_at_once(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
         from msa_icp.cuda_backend import loader
 
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        loader._disk_cache.cache_clear()
+        loader.kernel_cache.cache_clear()
     ranks = Decode(batch(), here.backend, str(here.device), spin_limit=here.long)
     plan, wrong = ranks.plans[rank], 0
     dist.barrier()

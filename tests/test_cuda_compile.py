@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -66,7 +68,8 @@ def test_products_that_wait_for_each_other_are_an_error(monkeypatch):
         )
 
     monkeypatch.setattr(loader.Variant, "text", branching)
-    monkeypatch.setattr(cuda_backend, "kernels", lambda: [*cuda_backend._prefill_score_kernels()][:1])
+    first = next(cuda_backend.kernels(["index_score_sharded"]))
+    monkeypatch.setattr(cuda_backend, "kernels", lambda: [first])
     code, text = doctor_says(loader.ARCHITECTURE)
     assert code == 1
     assert "products wait for each other" in text
@@ -75,7 +78,8 @@ def test_products_that_wait_for_each_other_are_an_error(monkeypatch):
 @needs_nvrtc
 def test_a_kernel_that_does_not_compile_is_an_error(monkeypatch):
     monkeypatch.setattr(loader.Variant, "text", lambda self: "extern int;")
-    monkeypatch.setattr(cuda_backend, "kernels", lambda: [*cuda_backend._write_kernels()][:1])
+    first = next(cuda_backend.kernels(["write_index_keys"]))
+    monkeypatch.setattr(cuda_backend, "kernels", lambda: [first])
     code, text = doctor_says(loader.ARCHITECTURE)
     assert code == 1
     assert "write_index_keys" in text
@@ -87,6 +91,49 @@ def test_without_the_compiler_doctor_says_what_to_install(monkeypatch):
     code, text = doctor_says(loader.ARCHITECTURE)
     assert code == 1
     assert "msa-icp[cuda13]" in text
+
+
+@needs_nvrtc
+def test_without_the_library_of_the_compiler_the_reason_says_so(monkeypatch):
+    """The Python package is there, and what it loads is not."""
+    from cuda.bindings import nvrtc
+
+    def missing():
+        raise RuntimeError("Failure finding libnvrtc.so\nmore")
+
+    cuda_backend._without_nvrtc.cache_clear()
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", missing)
+    try:
+        assert cuda_backend.not_installed() == (
+            "NVRTC cannot be loaded (Failure finding libnvrtc.so); install msa-icp[cuda13] or msa-icp[cuda12]"
+        )
+        assert doctor_says(loader.ARCHITECTURE)[0] == 1
+    finally:
+        cuda_backend._without_nvrtc.cache_clear()
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("served", "enough"), [(12090, False), (13000, True), (14010, True)])
+def test_a_driver_that_is_older_than_the_compiler_is_the_reason(monkeypatch, served, enough):
+    from cuda.bindings import driver, nvrtc
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (0, 13, 0))
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (driver.CUresult.CUDA_SUCCESS, served))
+    cuda_backend._behind_nvrtc.cache_clear()
+    try:
+        reason = cuda_backend._behind_nvrtc()
+    finally:
+        cuda_backend._behind_nvrtc.cache_clear()
+    older = "NVRTC is of CUDA 13, and this driver serves CUDA 12; install msa-icp[cuda12]"
+    assert reason == (None if enough else older)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "foo", ""])
+def test_an_architecture_without_kernels_is_refused_in_a_sentence(architecture):
+    code, text = doctor_says(architecture)
+    assert code == 1
+    assert f"must be sm_90a, was '{architecture}'" in text
+    assert len(text.splitlines()) < 4
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -154,15 +201,63 @@ def test_compiled_kernels_are_kept_and_shared_by_processes(tmp_path):
     assert len({output.split()[-1] for output in outputs}) == 1
 
 
+@pytest.fixture
+def fresh_cache(monkeypatch, tmp_path):
+    """An empty cache for this test alone; a function that lists its compiled kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    loader.kernel_cache.cache_clear()
+    yield lambda: [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "tmp"]
+    loader.kernel_cache.cache_clear()
+
+
+def compiled():
+    """The code of a kernel, through the cache."""
+    kernel = next(cuda_backend.kernels(["write_index_keys"]))
+    return bytes(kernel.variant.compile().code)
+
+
 @needs_nvrtc
-def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+def test_a_cache_without_a_folder_is_done_without(fresh_cache, monkeypatch, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    loader._disk_cache.cache_clear()
-    try:
-        assert loader._disk_cache() is None
-        kernel = next(k for k in cuda_backend.kernels() if k.variant.source == "write_index_keys")
-        assert len(bytes(kernel.variant.compile().code)) > 1000
-    finally:
-        loader._disk_cache.cache_clear()
+    assert loader.kernel_cache() is None
+    assert len(compiled()) > 1000
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None], ids=["empty", "short", "one byte"])
+def test_a_damaged_file_of_the_cache_is_compiled_again(fresh_cache, damage):
+    code = compiled()
+    (kept,) = fresh_cache()
+    whole = kept.read_bytes()
+    assert code in whole
+    middle = len(whole) // 2
+    kept.write_bytes(
+        whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :] if damage is None else damage
+    )
+    assert compiled() == code
+    assert fresh_cache() == [kept]
+    assert kept.read_bytes() == whole
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("error", [errno.EROFS, errno.ENOSPC, errno.EFBIG], ids=errno.errorcode.get)
+def test_a_cache_that_fails_while_it_is_written_is_done_without(fresh_cache, error, monkeypatch):
+    """A read-only mount, a full disk, a limit on a file's size."""
+
+    def fails(*arguments, **options):
+        raise OSError(error, "no")
+
+    monkeypatch.setattr(tempfile, "mkstemp", fails)
+    assert len(compiled()) > 1000
+    assert fresh_cache() == []
+
+
+@needs_nvrtc
+def test_a_cache_that_cannot_be_read_is_done_without(fresh_cache, monkeypatch):
+    code = compiled()
+    (kept,) = fresh_cache()
+    kept.unlink()
+    kept.mkdir()  # whose reading is an OSError that root gets too
+    assert compiled() == code

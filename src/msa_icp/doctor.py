@@ -39,7 +39,16 @@ def compile_kernels(console: Console, architecture: str) -> int:
 
     Returns 0 where all compile, none spills registers, and no matrix products wait for each other, else 1.
     """
-    from .cuda_backend import kernels, not_installed
+    from .cuda_backend import ARCHITECTURE, kernels, not_installed
+
+    if architecture != ARCHITECTURE:
+        console.print(
+            f"--compile: must be {ARCHITECTURE}, was {architecture!r}: the CUDA kernels use instructions "
+            "that no other architecture has; other GPUs are served by the Triton backend",
+            style="red",
+            markup=False,
+        )
+        return 1
 
     missing = not_installed()
     if missing is not None:

@@ -7,20 +7,21 @@ One `.cu` file an op, which the Python file of the same name launches; `device/`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
 import torch
 
+from ..driver_calls import checked
 from ..geometry import LAYOUTS, Layouts
 from .decode_index_score_sharded import decode_index_score_sharded
 from .decode_index_score_sharded import kernels as _score_kernels
 from .decode_score_publish import decode_score_publish
 from .index_score_sharded import index_score_sharded
 from .index_score_sharded import kernels as _prefill_score_kernels
-from .loader import Kernel
+from .loader import ARCHITECTURE, Kernel
 from .merge_candidates import kernels as _merge_kernels
 from .merge_candidates import merge_candidates
 from .topk_select_prefill import kernels as _prefill_select_kernels
@@ -31,6 +32,7 @@ from .write_index_keys import kernels as _write_kernels
 from .write_index_keys import write_index_keys
 
 __all__ = [
+    "ARCHITECTURE",
     "decode_index_score_sharded",
     "decode_score_publish",
     "index_score_sharded",
@@ -57,9 +59,35 @@ def _installed(module: str) -> bool:
 _INSTALLED = _installed("cuda.core") and _installed("cuda.bindings.nvrtc")
 
 
+_REMEDY = "install msa-icp[cuda13] or msa-icp[cuda12]"
+
+
 def not_installed() -> str | None:
     """None where kernels can be compiled, with a GPU or without one, else the reason."""
-    return None if _INSTALLED else "cuda-core is not installed; install msa-icp[cuda13] or msa-icp[cuda12]"
+    return _without_nvrtc() if _INSTALLED else f"cuda-core is not installed; {_REMEDY}"
+
+
+@cache
+def _without_nvrtc() -> str | None:
+    from cuda.bindings import nvrtc
+
+    try:
+        nvrtc.nvrtcVersion()
+    except (RuntimeError, OSError) as error:  # the package is there, and the library that it loads is not
+        return f"NVRTC cannot be loaded ({str(error).splitlines()[0]}); {_REMEDY}"
+    return None
+
+
+@cache
+def _behind_nvrtc() -> str | None:
+    """None where the driver takes what NVRTC compiles, else the reason."""
+    from cuda.bindings import driver, nvrtc
+
+    _, compiler, _ = nvrtc.nvrtcVersion()
+    served = checked(driver.cuDriverGetVersion()) // 1000
+    if compiler <= served:
+        return None
+    return f"NVRTC is of CUDA {compiler}, and this driver serves CUDA {served}; install msa-icp[cuda{served}]"
 
 
 _KERNELS = {
@@ -87,7 +115,7 @@ def unavailable(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability != _CAPABILITY:
         return f"it is written for compute capability 9.0, and this GPU has {capability[0]}.{capability[1]}"
-    return not_installed()
+    return not_installed() or _behind_nvrtc()
 
 
 def to_load(device: torch.device, ops: Collection[str], layouts: Layouts) -> list[Callable[[], Any]]:

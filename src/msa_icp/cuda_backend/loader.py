@@ -19,6 +19,7 @@ import torch
 
 from ..driver_calls import checked
 from ..launches import recorder
+from .kernel_cache import kernel_cache
 from .launcher import KernelLaunch, Launcher
 
 SOURCES = Path(__file__).parent
@@ -97,7 +98,7 @@ class Variant:
     def compile(self, architecture: str = ARCHITECTURE) -> Any:
         """The compiled program (`cuda.core.ObjectCode`), from the disk cache where it is there."""
         program = _cuda_core().Program(self.text(), "c++", self._options(architecture))
-        return program.compile("cubin", cache=_disk_cache())
+        return program.compile("cubin", cache=kernel_cache())
 
     def report(self, architecture: str = ARCHITECTURE) -> Report:
         """Compile, past the cache, and read what the assembler reports. Needs no GPU."""
@@ -128,18 +129,6 @@ def _cuda_core() -> Any:
         import cuda.core
 
     return cuda.core
-
-
-@functools.cache
-def _disk_cache() -> Any:
-    """Compiled kernels of this user, shared by processes; None where nothing can be written."""
-    _cuda_core()
-    from cuda.core.utils import FileStreamProgramCache
-
-    try:
-        return FileStreamProgramCache()
-    except OSError:
-        return None
 
 
 @functools.cache
