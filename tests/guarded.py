@@ -1,10 +1,11 @@
 """Run as a program: every op with all its tensors between pages that crash when they are touched.
 
-    python guarded.py BACKEND end|start N    every N-th call; prints the name of each before it runs
-    python guarded.py control-read|control-write|control-torch|control-input   must crash
+    python guarded.py BACKEND end|start N [cuda]    every N-th call; prints the name of each before it runs
+    python guarded.py control-read|control-write|control-torch|control-input|control-gpu-WHERE   must crash
 
 `end`: every tensor ends where a PROT_NONE page begins; `start`: it begins where one ends. What an op only
-reads is read-only memory. The results are compared with those in ordinary memory.
+reads is read-only memory. On a GPU nothing is mapped to the page, and all that is mapped can be written. The
+results are compared with those in ordinary memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 
 import cuda_emulation
 import guarded_prefill
+import guards
 import torch
 from guards import guarded, run
 from helpers import HEADS, random_scores
@@ -234,8 +236,22 @@ def fused(where: str, backend: str, case: cases.DecodeCase, tagged: bool) -> Non
     )
 
 
+def control_on_gpu(where: str) -> None:
+    """A read of the bytes before or behind."""
+    import gpu_guards
+
+    ten = gpu_guards.guarded(torch.zeros(10, dtype=torch.int32), where)
+    assert ten.sum() == 0
+    print("about to crash", flush=True)
+    beyond = gpu_guards.as_bytes(ten.data_ptr() + (16 if where == "end" else -16), 40)
+    print(beyond.sum().item())
+
+
 def control(kind: str) -> None:
     """What must crash, or the guards guard nothing."""
+    if kind.startswith("control-gpu-"):
+        control_on_gpu(kind.removeprefix("control-gpu-"))
+        return
     ten = guarded(torch.zeros(10, dtype=torch.int32), "end", read_only=kind == "control-input")
     assert ten.sum() == 0
     print("about to crash", flush=True)
@@ -257,7 +273,10 @@ if __name__ == "__main__":
     if sys.argv[1].startswith("control"):
         control(sys.argv[1])
     else:
+        guards.device = (*sys.argv, "cpu")[4]
         for number, call in enumerate(calls(sys.argv[1], sys.argv[2])):
             if number % int(sys.argv[3]) == 0:
                 call()
+                if guards.device == "cuda":
+                    torch.cuda.synchronize()  # an error names the last call that was printed
     print("done", flush=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+import guards
 import torch
 from guards import guarded, run
 from helpers import HEADS, random_scores
@@ -71,7 +72,7 @@ def window_label(case: PrefillCase, rank: int) -> str:
 
 
 def plan_words(where: str, backend: str, case: PrefillCase) -> None:
-    plan = verify.prefill.plan_on_device(case, backend, "cpu")
+    plan = verify.prefill.plan_on_device(case, backend, guards.device)
     run(
         f"plan, {window_label(case, 0)}",
         where,
@@ -91,7 +92,7 @@ def plan_words(where: str, backend: str, case: PrefillCase) -> None:
 
 
 def prefill_score(where: str, backend: str, case: PrefillCase, rank: int, compact: bool) -> None:
-    plan = verify.prefill.plan_on_device(case, backend, "cpu")
+    plan = verify.prefill.plan_on_device(case, backend, guards.device)
     function, tensors = with_plan(msa_icp.msa_icp_index_score_sharded, plan)
     shape = (case.total_q, HEADS, case.score_columns(compact))
     for initialize in (False, True):
@@ -122,12 +123,12 @@ def fused_arguments(case: PrefillCase, rank: int, backend: str) -> dict:
 
 def pool_of(case: PrefillCase) -> Tensor:
     batch = case.qo_lens.shape[0]
-    size = msa_icp.msa_icp_prefill_pool_bytes(total_q=case.total_q, batch=batch, device="cpu")
+    size = msa_icp.msa_icp_prefill_pool_bytes(total_q=case.total_q, batch=batch, device=guards.device)
     return torch.zeros(size, dtype=torch.uint8)
 
 
 def prefill_fused(where: str, backend: str, case: PrefillCase, rank: int) -> None:
-    plan = verify.prefill.plan_on_device(case, backend, "cpu")
+    plan = verify.prefill.plan_on_device(case, backend, guards.device)
     function, tensors = with_plan(msa_icp.msa_icp_prefill_score_select, plan)
     pool = guarded(pool_of(case), where, read_only=False)
     run(
@@ -144,7 +145,7 @@ def prefill_fused(where: str, backend: str, case: PrefillCase, rank: int) -> Non
 def stale_words(where: str, backend: str, case: PrefillCase, rank: int, word: int) -> None:
     """A plan whose words are those of another window, or of nothing: whatever comes out, nothing crashes."""
     print(f"prefill, words {word:#x}, {window_label(case, rank)}", flush=True)
-    plan = verify.prefill.plan_on_device(case, backend, "cpu")
+    plan = verify.prefill.plan_on_device(case, backend, guards.device)
     tensors = {name: t for name, t in vars(plan).items() if isinstance(t, Tensor) and name != "workspace"}
     for name in ("packed_work_range", "packed_work_info"):
         tensors[name] = torch.full_like(tensors[name], word)

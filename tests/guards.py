@@ -1,4 +1,4 @@
-"""Memory between pages that crash a process when they are touched."""
+"""Memory between pages that crash a process when they are touched, of a CPU or of a GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,19 @@ libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+device = "cpu"
+"""Whose memory is guarded."""
+
+
 def guarded(values: Tensor, where: str, *, read_only: bool) -> Tensor:
-    """A copy of `values`, with its strides, flush against a page that nobody may touch."""
+    """A copy of `values`, with its strides, flush against a page that nobody may touch.
+
+    What only is read is read-only on a CPU.
+    """
+    if device == "cuda":
+        import gpu_guards
+
+        return gpu_guards.guarded(values, where)
     extent = 1 + sum((n - 1) * s for n, s in zip(values.shape, values.stride(), strict=True))
     nbytes = (extent if values.numel() else 0) * values.element_size()
     inner = max(1, -(-nbytes // PAGE)) * PAGE
@@ -47,10 +58,8 @@ def same(left: Tensor, right: Tensor) -> bool:
 def run(name: str, where: str, function, reads: dict, writes: dict, **scalars) -> None:
     """Call `function` in ordinary and in guarded memory and compare what it wrote."""
     print(name, flush=True)
-    ordinary = {k: t.clone() for k, t in writes.items()}
-    for k, t in ordinary.items():
-        ordinary[k] = cases.strided(t, writes[k].stride())
-    function(**reads, **ordinary, **scalars)
+    ordinary = {k: cases.strided(t, t.stride(), device=device) for k, t in writes.items()}
+    function(**{k: t.to(device) for k, t in reads.items()}, **ordinary, **scalars)
     inputs = {k: guarded(t, where, read_only=True) for k, t in reads.items()}
     outputs = {k: guarded(t, where, read_only=False) for k, t in writes.items()}
     function(**inputs, **outputs, **scalars)

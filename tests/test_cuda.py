@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HEADS, score
+from late_kernels import WriteLate, read_early
 
 import msa_icp
 from msa_icp import cases, verify
@@ -22,6 +24,7 @@ if not torch.cuda.is_available():
 DEVICE = torch.device("cuda", 0)
 KERNELS = [name for name, why in msa_icp.backends(DEVICE).items() if why is None and name != "torch"]
 kernels = pytest.mark.parametrize("kernel", KERNELS)
+needs_late = pytest.mark.skipif("cuda" not in KERNELS, reason="its kernels are written for 9.0")
 layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
 LENGTHS = ((3000, 1, 700, 0), (0, 0, 0, 0), (5, 2900, 0, 1300), (3000, 3000, 3000, 3000))
 
@@ -185,6 +188,106 @@ def test_a_late_predecessor(kernel, world_size, page_size, enable_pdl):
         chain.check()
 
 
+class Late:
+    """A scorer's launch behind a kernel that releases it at once, then writes the query and the newest pages."""
+
+    def __init__(self, world_size: int, page_size: int, query_len: int, kernel: str) -> None:
+        chain = self.chain = Chain(world_size, page_size, query_len, kernel, tagged=True)
+        rank = self.rank = world_size - 1
+        self.right = chain.case.shard(rank, DEVICE)
+        self.keys, self.scores = chain.shards[rank], chain.scores[rank]
+        self.padding = torch.zeros_like(chain.lens)
+        self.q = chain.q.clone()
+        self.newest = []
+        for request, seq_len in enumerate(chain.case.seq_lens.tolist()):
+            first, last = (max(0, seq_len - back) // page_size for back in (query_len, 1))
+            for column in range(first, last + 1):
+                self.newest.append(int(chain.case.block_table[request, column]))
+        self.write = WriteLate(
+            [(chain.q, self.q), *((self.keys[page], self.right[page]) for page in self.newest)]
+        )
+
+    def forget(self) -> None:
+        """What the writer will write is not there."""
+        self.chain.q.view(torch.uint8).fill_(cases.NAN_BYTE)
+        for page in self.newest:
+            self.keys[page].view(torch.uint8).zero_()
+        self.scores.copy_(cases.poisoned(self.scores.shape, torch.float32, DEVICE))
+
+    def score(self, lens: torch.Tensor, enable_pdl: bool) -> None:
+        chain = self.chain
+        msa_icp.msa_icp_decode_index_score_sharded(
+            chain.q,
+            self.keys,
+            chain.table,
+            lens,
+            self.scores,
+            rank=self.rank,
+            world_size=chain.case.world_size,
+            page_size=chain.case.page_size,
+            decode_query_len=chain.case.decode_query_len,
+            max_decode_query_len=8,
+            enable_pdl=enable_pdl,
+            backend=chain.kernel,
+        )
+
+    def check(self) -> None:
+        truth = verify.score_truth(self.chain.case, self.rank, bounds=False)
+        poison = cases.poisoned(self.scores.shape, torch.float32)
+        right = torch.where(truth.written, bits(truth.canonical), bits(poison))
+        assert torch.equal(bits(self.scores.cpu()), right)
+
+
+@needs_late
+@kernels
+@layouts
+@pytest.mark.parametrize("query_len", [1, 2, 8])
+@pytest.mark.parametrize("between", [False, True], ids=["", "padding between"])
+@pytest.mark.parametrize("enable_pdl", [False, True])
+def test_a_predecessor_that_releases_and_then_writes(
+    kernel, world_size, page_size, query_len, between, enable_pdl
+):
+    """The query and the newest pages are read after the wait, and a batch of padding waits as well."""
+    late = Late(world_size, page_size, query_len, kernel)
+    late.score(late.padding, enable_pdl)  # loads the kernel
+
+    def step() -> None:
+        late.forget()
+        late.write()
+        if between:
+            late.score(late.padding, enable_pdl)
+        late.score(late.chain.lens, enable_pdl)
+
+    for _ in range(3):
+        step()
+        late.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(5):
+        graph.replay()
+        late.check()
+
+
+@needs_late
+def test_a_reader_that_does_not_wait_is_too_early():
+    """The control: behind that kernel there is time enough to read what has not been written."""
+    late = Late(4, 128, 1, "cuda")
+    seen = torch.zeros_like(late.q)
+    for where in ("eager", "graph"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph) if where == "graph" else contextlib.nullcontext():
+            late.forget()
+            late.write()
+            read_early(seen, late.chain.q)
+        if where == "graph":
+            seen.view(torch.uint8).zero_()
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(late.chain.q.view(torch.uint8), late.q.view(torch.uint8))
+        assert (seen.view(torch.uint8) == cases.NAN_BYTE).all(), where
+
+
 @kernels
 def test_no_allocation_and_no_synchronization(kernel):
     chain = Chain(4, 128, 1, kernel, tagged=True)
@@ -268,7 +371,10 @@ def test_nothing_is_loaded_after_warmup(kernel, only):
 
 @kernels
 def test_tensors_at_the_ends_of_their_allocations(kernel):
-    """Without torch's caching every tensor has a mapping of its own; each ends where its mapping does."""
+    """Without torch's caching every tensor is an allocation of its own, of 2 MiB, and ends where that does.
+
+    In test_guard_pages.py nothing at all is mapped behind them.
+    """
     _in_a_process(f"test_cuda.run_at_the_ends({kernel!r})", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from msa_icp import verify
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mprotect of Linux")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 PROGRAM = Path(__file__).with_name("guarded.py")
 
 
@@ -24,15 +26,22 @@ def run(*arguments):
 @pytest.mark.exchange
 @pytest.mark.parametrize("where", ["end", "start"])
 def test_nothing_is_touched_out_of_bounds(backend, device, where):
-    if device != "cpu":
-        pytest.skip("guard pages are memory of a CPU")
     every = 23 if verify.is_slow(backend, device) else 1
-    ended = run(backend, where, str(every))
+    ended = run(backend, where, str(every), device)
     lines = ended.stdout.splitlines()
     last = lines[-1] if lines else "nothing ran"
     assert ended.returncode == 0, f"{ended.returncode} in: {last}\n{ended.stderr[-2000:]}"
     assert last == "done"
     assert len(lines) > 200 // every
+
+
+@needs_gpu
+@pytest.mark.parametrize("where", ["end", "start"])
+def test_cuda_guards_are_there(where):
+    ended = run(f"control-gpu-{where}")
+    assert ended.stdout.splitlines() == ["about to crash"]
+    assert ended.returncode == 1
+    assert "illegal memory access" in ended.stderr
 
 
 @pytest.mark.parametrize("kind", ["read", "write", "torch", "input"])
