@@ -12,7 +12,7 @@ from msa_icp.driver_calls import checked
 
 
 def guarded(values: Tensor, where: str) -> Tensor:
-    """A copy of `values` on the GPU, with its strides, whose first (or last) byte is the first (or last) mapped.
+    """A copy of `values` on the GPU, with its strides; its first byte is the first one mapped, or its last the last.
 
     The mapping stays for as long as the process lives.
     """
@@ -28,15 +28,8 @@ def guarded(values: Tensor, where: str) -> Tensor:
 def as_bytes(address: int, nbytes: int) -> Tensor:
     """The bytes at an address of the GPU."""
 
-    bytes_there = SimpleNamespace(
-        __cuda_array_interface__={
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-    )
-    return torch.as_tensor(bytes_there, device="cuda")
+    there = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=there), device="cuda")
 
 
 def _mapped(nbytes: int, where: str) -> tuple[int, int]:

@@ -189,7 +189,7 @@ def test_a_late_predecessor(kernel, world_size, page_size, enable_pdl):
 
 
 class Late:
-    """A scorer's launch behind a kernel that releases it at once, then writes the query and the newest pages."""
+    """A scorer behind a kernel that releases it at once, then writes the query and the newest pages."""
 
     def __init__(self, world_size: int, page_size: int, query_len: int, kernel: str) -> None:
         chain = self.chain = Chain(world_size, page_size, query_len, kernel, tagged=True)
