@@ -237,14 +237,16 @@ def fused(where: str, backend: str, case: cases.DecodeCase, tagged: bool) -> Non
 
 
 def control_on_gpu(where: str) -> None:
-    """A read of the bytes before or behind."""
+    """A kernel reads the bytes before or behind."""
     import gpu_guards
+    import late_kernels
 
     ten = gpu_guards.guarded(torch.zeros(10, dtype=torch.int32), where)
     assert ten.sum() == 0
     print("about to crash", flush=True)
-    beyond = gpu_guards.as_bytes(ten.data_ptr() + (16 if where == "end" else -16), 40)
-    print(beyond.sum().item())
+    seen = torch.zeros(40, dtype=torch.uint8, device="cuda")
+    late_kernels.read(seen, ten.data_ptr() + (16 if where == "end" else -16))
+    torch.cuda.synchronize()
 
 
 def control(kind: str) -> None:

@@ -65,7 +65,6 @@ class WriteLate:
         _write_late((1, 1, 1), arguments, self._device, dependent=False)
 
 
-def read_early(to: Tensor, source: Tensor) -> None:
-    """Launch what a scorer must not do: a dependent launch that reads before it waits."""
-    arguments = (to.data_ptr(), source.data_ptr(), source.nbytes)
-    _read_early((1, 1, 1), arguments, source.device, dependent=True)
+def read(to: Tensor, address: int, *, dependent: bool = False) -> None:
+    """Fill `to` with what is at an address. `dependent`: as a scorer must not do it, before the wait."""
+    _read_early((1, 1, 1), (to.data_ptr(), address, to.nbytes), to.device, dependent=dependent)

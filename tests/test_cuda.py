@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HEADS, score
-from late_kernels import WriteLate, read_early
+from late_kernels import WriteLate, read
 
 import msa_icp
 from msa_icp import cases, verify
@@ -273,13 +273,15 @@ def test_a_predecessor_that_releases_and_then_writes(
 def test_a_reader_that_does_not_wait_is_too_early():
     """The control: behind that kernel there is time enough to read what has not been written."""
     late = Late(4, 128, 1, "cuda")
+    late.write()  # loads the kernel
     seen = torch.zeros_like(late.q)
+    read(seen, late.q.data_ptr())  # loads the kernel
     for where in ("eager", "graph"):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph) if where == "graph" else contextlib.nullcontext():
             late.forget()
             late.write()
-            read_early(seen, late.chain.q)
+            read(seen, late.chain.q.data_ptr(), dependent=True)
         if where == "graph":
             seen.view(torch.uint8).zero_()
             graph.replay()

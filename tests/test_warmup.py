@@ -63,8 +63,10 @@ def test_a_layout_launches_what_its_warmup_loads(backend, device, world_size, pa
     window = prefill_case("window", world_size, page_size, qo_lens=[2])
     verify.prefill.check_case(result, window, backend, device)
     assert not result.differences
-    assert launched
-    assert set(launched) <= loads
+    # What the backend has not, `verify` takes from another one.
+    own = {each for each in launched if isinstance(each, str) == (backend == "cuda")}
+    assert own
+    assert own <= loads
 
 
 @pytest.fixture(params=["cuda", "triton"])

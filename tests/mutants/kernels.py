@@ -5,6 +5,7 @@ from __future__ import annotations
 from .fault import Mutant
 
 KERNEL_SCORE_TESTS = ("test_cuda_forms.py", "-k", "every_form and (1-4-128 or 1-2-256)")
+MANY_ROUNDS_TESTS = ("test_cuda_forms.py", "-k", "many_rounds and 36-2 and 2-256")
 KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
 KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
 KERNEL_WINDOW_TESTS = ("test_index_score_sharded.py", "-k", "cuda-cpu and not alignment and not any_window")
@@ -112,6 +113,24 @@ MUTANTS = (
             ),
         ),
         KERNEL_SCORE_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a CTA of more than 32 rounds leaves out the others",
+        (("cuda_backend/decode_index_score_sharded.cu", "if (pieces < kWarpSize) break;", "break;"),),
+        MANY_ROUNDS_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a CTA reads its 33rd round where its first was",
+        (
+            (
+                "cuda_backend/decode_index_score_sharded.cu",
+                "    source = piece_address(with, next_page, first_row);\n",
+                "",
+            ),
+        ),
+        MANY_ROUNDS_TESTS,
         emulated=True,
     ),
     Mutant(

@@ -10,13 +10,30 @@
 // all would multiply while nothing is read. So of the first CTAs every other one may be a gap: it only waits, and
 // leaves its place to one that reads while those beside it multiply.
 //
-// Launch: gaps + stride * requests CTAs, kThreads threads, no more than 32 rounds a CTA.
+// Launch: gaps + stride * requests CTAs, kThreads threads.
 
 #include "device/decode_score.cuh"
 #include "device/group_scorer.cuh"
 #include "device/ptx/launch.cuh"
 
 constexpr int kRoundColumns = kWarps / kPagePieces;
+
+// Which CTA of which request a CTA is, or that it is a gap.
+struct Share {
+  int first_round;
+  int request;
+  bool gap;
+
+  __device__ __forceinline__ Share(const Arguments& with, unsigned index) {
+    const unsigned gaps = static_cast<unsigned>(with.gaps);
+    gap = index < 2 * gaps && index % 2 == 1;
+    index = index < 2 * gaps ? index / 2 : index - gaps;
+    // Requests alternate, so that long ones, whose CTAs run longest, are not all at the end.
+    const int requests = static_cast<int>(with.requests);
+    first_round = static_cast<int>(requests == 1 ? index : upper_product(index, with.reciprocal));
+    request = static_cast<int>(index) - first_round * requests;
+  }
+};
 
 template <class Scorer, int kGroups, int kStages>
 __device__ __forceinline__ void score(const Arguments& with) {
@@ -29,25 +46,16 @@ __device__ __forceinline__ void score(const Arguments& with) {
   release_dependents();
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
-  unsigned index = blockIdx.x;
-  const unsigned gaps = static_cast<unsigned>(with.gaps);
-  if (index < 2 * gaps) {
-    if (index % 2 == 1) {
-      wait_for_predecessor();
-      return;
-    }
-    index /= 2;
-  } else {
-    index -= gaps;
-  }
-  // Requests alternate, so that long ones, whose CTAs run longest, are not all at the end.
-  const int requests = static_cast<int>(with.requests);
   const int stride = static_cast<int>(with.stride);
-  const int first_round = requests == 1 ? static_cast<int>(index) : static_cast<int>(upper_product(index, with.reciprocal));
-  const int request = static_cast<int>(index) - first_round * requests;
+  const Share share(with, blockIdx.x);
+  if (share.gap) {
+    wait_for_predecessor();
+    return;
+  }
+  const int request = share.request;
 
-  // Lane i sees to the warp's i-th piece.
-  const int first_column = first_round * kRoundColumns;
+  // Lane i sees to the warp's i-th piece; of more than 32 of them 32 at a time.
+  const int first_column = share.first_round * kRoundColumns;
   const int step = stride * kRoundColumns;
   const int own_round = first_column + lane * step;
   const int own_column = own_round + warp / kPagePieces;
@@ -69,11 +77,11 @@ __device__ __forceinline__ void score(const Arguments& with) {
     return;
   }
 
-  const bool has_keys = readable(with, page, own_column, seq_len);
+  bool has_keys = readable(with, page, own_column, seq_len);
   const bool history = is_history(with, own_column, seq_len);
-  const unsigned with_keys = kLoop ? lanes_where(has_keys) : 0;
-  const unsigned seen_whole = kLoop ? lanes_where(history) : 0;
-  const int pieces = kLoop ? number_of_ones(lanes_where(mine && own_round < written)) : 1;
+  unsigned with_keys = kLoop ? lanes_where(has_keys) : 0;
+  unsigned seen_whole = kLoop ? lanes_where(history) : 0;
+  int pieces = kLoop ? number_of_ones(lanes_where(mine && own_round < written)) : 1;
   const unsigned char* source = piece_address(with, page, first_row);
   if (lane < kStages && has_keys) {
     if (history) {
@@ -97,49 +105,66 @@ __device__ __forceinline__ void score(const Arguments& with) {
   unsigned parity = 0;  // bit i: of the copy that stage i waits for
   int column = first_column + warp / kPagePieces;
   int stage = 0;
-  for (int piece = 0; piece < pieces; ++piece) {
-    Best<kGroups> best;
-    best.clear();
-    const bool here = kLoop ? with_keys >> piece & 1 : from_lane(has_keys, 0);
-    if (here) {
-      wait_for(&arrived[warp][stage], parity >> stage & 1);
-      if constexpr (kLoop) parity ^= 1u << stage;
-    }
-    if (here || Scorer::kTogether) {
-      const bool all_seen = kLoop ? seen_whole >> piece & 1 : from_lane(history, 0);
-      const Sight sight = {all_seen, column, first_row, first_position, static_cast<int>(with.rank)};
-      scorer.add(best, keys[warp][stage], sight, lane);
-      if (!here) best.clear();
-    }
-    if constexpr (kLoop) {
-      meet_warp();  // all lanes have read the stage
-      if (lane == piece + kStages && has_keys) {
-        copy_to_shared(keys[warp][stage], source, kPieceBytes, &arrived[warp][stage]);
+  for (;;) {
+    for (int piece = 0; piece < pieces; ++piece) {
+      Best<kGroups> best;
+      best.clear();
+      const bool here = kLoop ? with_keys >> piece & 1 : from_lane(has_keys, 0);
+      if (here) {
+        wait_for(&arrived[warp][stage], parity >> stage & 1);
+        if constexpr (kLoop) parity ^= 1u << stage;
       }
-    }
-    best.combine();
-    if constexpr (kPagePieces == 1) {
-      if (column < written) store_scores(with, best, scores, column, lane);
-    } else {
-      float(*team)[kRows] = &of_piece[piece % 2][warp / kPagePieces * kPagePieces];
-      if (lane < 4) {
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) team[warp % kPagePieces][group * kGroup + lane * 2 + i] = best.of[group][i];
+      if (here || Scorer::kTogether) {
+        const bool all_seen = kLoop ? seen_whole >> piece & 1 : from_lane(history, 0);
+        const Sight sight = {all_seen, column, first_row, first_position, static_cast<int>(with.rank)};
+        scorer.add(best, keys[warp][stage], sight, lane);
+        if (!here) best.clear();
+      }
+      if constexpr (kLoop) {
+        meet_warp();  // all lanes have read the stage
+        if (lane == piece + kStages && has_keys) {
+          copy_to_shared(keys[warp][stage], source, kPieceBytes, &arrived[warp][stage]);
         }
       }
-      meet_cta();
-      const bool stores = warp % kPagePieces == piece % kPagePieces && column < written;
-      if (stores && lane < kHeads * static_cast<int>(with.query_len)) {
-        float most = team[0][lane];
-#pragma unroll
-        for (int other = 1; other < kPagePieces; ++other) most = larger(most, team[other][lane]);
-        scores[column] = most + 0.0f;  // -0.0 becomes +0.0
+      best.combine();
+      if constexpr (kPagePieces == 1) {
+        if (column < written) store_scores(with, best, scores, column, lane);
+      } else {
+        float(*team)[kRows] = &of_piece[piece % 2][warp / kPagePieces * kPagePieces];
+        if (lane < 4) {
+  #pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+  #pragma unroll
+            for (int i = 0; i < 2; ++i) team[warp % kPagePieces][group * kGroup + lane * 2 + i] = best.of[group][i];
+          }
+        }
+        meet_cta();
+        const bool stores = warp % kPagePieces == piece % kPagePieces && column < written;
+        if (stores && lane < kHeads * static_cast<int>(with.query_len)) {
+          float most = team[0][lane];
+  #pragma unroll
+          for (int other = 1; other < kPagePieces; ++other) most = larger(most, team[other][lane]);
+          scores[column] = most + 0.0f;  // -0.0 becomes +0.0
+        }
       }
+      column += step;
+      if constexpr (kLoop) stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    column += step;
-    if constexpr (kLoop) stage = stage + 1 == kStages ? 0 : stage + 1;
+    if constexpr (!kLoop) break;
+    if (pieces < kWarpSize) break;
+    const int next_round = column - warp / kPagePieces + lane * step;
+    const int next_column = column + lane * step;
+    // With more queries there is no register left that could keep it.
+    const int same_request = kGroups == 1 ? request : Share(with, cta_again()).request;
+    const int next_page = table_entry(with, same_request, next_column);
+    const int keys_in_all = first_position + static_cast<int>(with.query_len);
+    has_keys = readable(with, next_page, next_column, keys_in_all);
+    with_keys = lanes_where(has_keys);
+    seen_whole = lanes_where(is_history(with, next_column, keys_in_all));
+    pieces = number_of_ones(lanes_where(next_round < written));
+    source = piece_address(with, next_page, first_row);
+    stage = 0;
+    if (lane < kStages && has_keys) copy_to_shared(keys[warp][lane], source, kPieceBytes, &arrived[warp][lane]);
   }
 }
 

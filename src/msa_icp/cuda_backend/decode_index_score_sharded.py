@@ -18,8 +18,6 @@ _ROUND_ROWS = 128
 """Key rows of a round: 32 for each warp."""
 _WORDS = 20
 _GROUP_ROWS = 8
-MOST_ROUNDS = 32
-"""Of a CTA: each is looked up by a lane of its own."""
 _MOST_CTAS = 2**31 - 1
 
 
@@ -57,7 +55,7 @@ class Schedule:
     )
     """Groups of eight query rows (1, 2 or 4), rounds of a launch, and the form from there on; ascending."""
     rounds: tuple[tuple[int, int], ...] = ((0, 2), (4096, 4), (8192, 5), (32768, 8))
-    """Rounds of a launch, and how many a CTA has from there on, if it has several; 32 at most."""
+    """Rounds of a launch, and how many a CTA has from there on, if it has several."""
     gaps_below: int = 32768
     """Launches of as many rounds, or more, have no gaps."""
 
@@ -137,7 +135,7 @@ def plan(
     own = 1
     if form.stages > 1:
         most = [count for begin, count in schedule.rounds if rounds * requests >= begin][-1]
-        own = min(MOST_ROUNDS, most)
+        own = most
     stride = int(ceil_div(rounds, own))
     ctas = stride * requests
     gaps = 0

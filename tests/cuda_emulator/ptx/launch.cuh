@@ -3,3 +3,5 @@
 inline void wait_for_predecessor() { emulator::wait_for_predecessor(); }
 
 inline void release_dependents() {}
+
+inline unsigned cta_again() { return blockIdx.x; }

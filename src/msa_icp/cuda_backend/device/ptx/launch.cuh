@@ -10,3 +10,10 @@ __device__ __forceinline__ void wait_for_predecessor() {
 __device__ __forceinline__ void release_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
+
+// blockIdx.x, asked for again: what follows from it need not be kept in registers until then.
+__device__ __forceinline__ unsigned cta_again() {
+  unsigned index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
