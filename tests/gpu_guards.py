@@ -12,7 +12,7 @@ from msa_icp.driver_calls import checked
 
 
 def guarded(values: Tensor, where: str) -> Tensor:
-    """A copy of `values` on the GPU, with its strides; the first byte is the first mapped or the last the last.
+    """A copy of `values` on the GPU, with its strides, at the start or the end of a mapping of its own.
 
     The mapping stays for as long as the process lives.
     """

@@ -121,9 +121,18 @@ def test_rounds_are_found_without_a_division(requests):
     assert words == (5, words[1], 1, 0)
 
 
-def test_more_ctas_than_a_launch_takes(few_multiprocessors):
-    with pytest.raises(ValueError, match=r"^score_out: 2147483647 requests of 8192 columns"):
-        scorer.plan(scorer.SCHEDULE, 2**31 - 1, 8192, (128, 4), 1, True, torch.device("cpu"))
+@pytest.mark.parametrize("requests", [1, 31, 32, 4096, 4097, 2**31 - 1])
+@pytest.mark.parametrize("columns", [4, 8192, 12288])
+def test_no_launch_is_too_large_for_a_device(few_multiprocessors, requests, columns):
+    for layout, query_len in itertools.product(((128, 4), (256, 2)), (1, 4, 8)):
+        for dependent in (False, True):
+            work = scorer.plan(
+                scorer.SCHEDULE, requests, columns, layout, query_len, dependent, torch.device("cpu")
+            )
+            rounds = -(-columns * (layout[0] // layout[1]) // 128)
+            assert work.ctas <= min(2**31 - 1, max(2 * requests * rounds, 1))
+            if requests * rounds >= 65536:
+                assert work.ctas - work.gaps <= max(2 * 4096, requests)
 
 
 def late_batch(world_size, page_size, query_len):

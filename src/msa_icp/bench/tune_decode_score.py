@@ -58,6 +58,8 @@ def everywhere(form: Form, rounds: int) -> Schedule:
         forms=tuple((count, 0, form) for count in groups),
         rounds=((0, rounds),),
         gaps_below=NEVER,
+        many_rounds=NEVER,
+        long_table=NEVER,
     )
 
 

@@ -18,7 +18,6 @@ _ROUND_ROWS = 128
 """Key rows of a round: 32 for each warp."""
 _WORDS = 20
 _GROUP_ROWS = 8
-_MOST_CTAS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,34 @@ class Schedule:
         (4, 1024, Form(2, 5, 1, True, 2)),
     )
     """Groups of eight query rows (1, 2 or 4), rounds of a launch, and the form from there on; ascending."""
-    rounds: tuple[tuple[int, int], ...] = ((0, 2), (4096, 4), (8192, 5), (32768, 8))
+    rounds: tuple[tuple[int, int], ...] = ((0, 2), (4096, 4), (32768, 8))
     """Rounds of a launch, and how many a CTA has from there on, if it has several."""
+    many_rounds: int = 65536
+    most_ctas: int = 4096
+    """Launches of as many rounds, or more, have no more CTAs: a CTA without a round costs a nanosecond."""
+    long_table: int = 512
+    """Rounds of a request from which on its table is long: most lengths are far below what it has room for. A
+    few such requests have as many CTAs as keep the card busy, whatever the table."""
+    long_table_ctas: tuple[int, int] = (512, 128)
+    """Of a launch at least, and of a request; as long as that is fewer than `most_ctas`."""
     gaps_below: int = 32768
     """Launches of as many rounds, or more, have no gaps."""
 
-    def form(self, groups: int, rounds: int) -> Form:
-        """The form for a launch."""
-        return [form for count, begin, form in self.forms if count == groups and rounds >= begin][-1]
+    def cut(self, groups: int, requests: int, rounds: int) -> tuple[Form, int]:
+        """The form for a launch of requests of so many rounds each, and the rounds of a CTA."""
+        total = requests * rounds
+        least, each = self.long_table_ctas
+        few = rounds >= self.long_table and each * requests < self.most_ctas
+        forms = [form for count, begin, form in self.forms if count == groups and (few or total >= begin)]
+        form = forms[-1]
+        if form.stages == 1:
+            return form, 1
+        own = [count for begin, count in self.rounds if total >= begin][-1]
+        if few:
+            own = max(own, int(ceil_div(total, max(least, each * requests))))
+        elif total >= self.many_rounds:
+            own = int(ceil_div(total, self.most_ctas))
+        return form, own
 
 
 SCHEDULE = Schedule()
@@ -131,18 +150,12 @@ def plan(
     groups = _groups(query_len)
     page_size, world_size = layout
     rounds = int(ceil_div(columns * (page_size // world_size), _ROUND_ROWS))
-    form = schedule.form(groups, rounds * requests)
-    own = 1
-    if form.stages > 1:
-        most = [count for begin, count in schedule.rounds if rounds * requests >= begin][-1]
-        own = most
+    form, own = schedule.cut(groups, requests, rounds)
     stride = int(ceil_div(rounds, own))
     ctas = stride * requests
     gaps = 0
     if dependent and rounds * requests < schedule.gaps_below:
         gaps = min(ctas, form.gaps * Kernel.multiprocessors(device))
-    if ctas + gaps > _MOST_CTAS:
-        raise ValueError(f"score_out: {requests} requests of {columns} columns are more than a launch takes")
     return Plan(kernel_for(layout, groups, form), requests, ctas + gaps, stride, own, gaps)
 
 

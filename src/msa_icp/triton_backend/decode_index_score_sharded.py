@@ -42,11 +42,25 @@ class Schedule:
     """The same for more query rows than one matrix instruction takes."""
     programs: int = 16384
     """Most programs of a launch; with more tiles, a program takes every n-th of its request's."""
+    many_tiles: int = 65536
+    fewer_programs: int = 8192
+    """Launches of as many tiles, or more, have no more: one without a tile costs a nanosecond."""
+    long_table: int = 512
+    """Tiles of a request from which on its table is long: most lengths are far below what it has room for. A
+    few such requests have as many programs as keep the card busy, whatever the table."""
+    long_table_programs: tuple[int, int] = (2048, 256)
+    """Of a launch, and of a request; the more of both, and no more than above."""
     gaps: int = 2
     """Programs a multiprocessor that only wait, every other of those that start first, in launches of more
     than one wave. They leave their places to programs that read while those beside them multiply."""
     gaps_below: int = 8192
     """Launches of as many tiles, or more, have none, and start a request's tiles one after the other."""
+
+    def most_programs(self, requests: int, tiles: int) -> int:
+        """Of a launch of requests of so many tiles each."""
+        most = self.fewer_programs if requests * tiles >= self.many_tiles else self.programs
+        least, each = self.long_table_programs
+        return min(most, max(least, each * requests)) if tiles >= self.long_table else most
 
     def residents(self, target: Target, wide: bool) -> int:
         """Programs that start at once, given the 65536 registers of a multiprocessor."""
@@ -357,7 +371,7 @@ def plan(
 ) -> Plan:
     """How a batch is cut. Looks at sizes alone, never at a length."""
     tiles = int(ceil_div(columns * layout.rows, _tile_rows(layout)))
-    programs = min(tiles, max(1, schedule.programs // requests))
+    programs = min(tiles, max(1, schedule.most_programs(requests, tiles) // requests))
     one_tile = programs == tiles and requests <= schedule.programs  # few enough for the grid's second axis
     grid: tuple[int, ...] = (tiles, requests) if one_tile else (requests, programs)
     dependent = enable_pdl and target.dependent_launch
