@@ -48,6 +48,16 @@ def decode_scores(backend: str) -> None:
         print(f"scores of world size {world_size}, page size {page_size}", flush=True)
 
 
+def hostile_scores(backend: str) -> None:
+    """Page ids that are nowhere, lengths past the table, narrow tables, NaN."""
+    for world_size, page_size in cases.LAYOUTS:
+        for case in cases.nasty_cases(world_size, page_size):
+            if not case.large:
+                score(case, 0, backend, DEVICE, enable_pdl=True)
+    torch.cuda.synchronize()
+    print("hostile batches", flush=True)
+
+
 def every_form() -> None:
     """The forms of the CUDA scorer, whatever the schedule would choose for so small a batch."""
     from test_cuda_forms import FORMS, tune
@@ -62,5 +72,6 @@ if __name__ == "__main__":
     (backend,) = sys.argv[1:]
     calls(backend)
     decode_scores(backend)
+    hostile_scores(backend)
     if backend == "cuda":
         every_form()

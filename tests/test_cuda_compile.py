@@ -145,6 +145,25 @@ def test_a_source_is_whole_and_needs_no_header(source):
     assert len(kinds) == len(set(kinds)), "a header is there twice"
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("more", [0, 1], ids=["", "control"])
+def test_the_host_launches_what_the_kernel_declares(source, more, monkeypatch):
+    """Words of arguments and threads of a CTA; with one word more it does not compile."""
+    (kernel, *_) = (kernel for kernel in cuda_backend.kernels() if kernel.variant.source == source)
+    real = loader.Variant.text
+    checks = (
+        f"static_assert(sizeof(Arguments) == 8 * {kernel.words + more});\n"
+        f"static_assert(kThreads == {kernel.threads});\n"
+    )
+    monkeypatch.setattr(loader.Variant, "text", lambda self, *headers: real(self, *headers) + checks)
+    if more:
+        with pytest.raises(Exception, match="static assertion failed"):
+            kernel.variant.report()
+    else:
+        kernel.variant.report()
+
+
 def test_a_spread_launch_fits_at_once_and_no_denser():
     """228 KB a multiprocessor, of which a CTA takes 1 KB more than it has."""
     for ctas in (1, 4, 131, 132, 133, 256, 264, 265, 1024, 132 * 15, 132 * 15 + 1, 5000):

@@ -10,6 +10,8 @@
 // all would multiply while nothing is read. So of the first CTAs every other one may be a gap: it only waits, and
 // leaves its place to one that reads while those beside it multiply.
 //
+// That is also why it is no lawful direct predecessor of a kernel that reads before it waits (contract, section 11).
+//
 // Launch: gaps + stride * requests CTAs, kThreads threads.
 
 #include "device/decode_score.cuh"
