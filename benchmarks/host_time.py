@@ -32,7 +32,10 @@ def main() -> None:
             print(row.op, flush=True)
     if measured:
         show(device, measured)
-    results.write(args, "host_time", measured)
+    memory = host_time.graph_memory(device) if measured and device.type == "cuda" else {}
+    if memory:
+        print(f"layer graphs: {memory}", flush=True)
+    results.write(args, "host_time", measured, layer_graphs=memory)
 
 
 def show(device: torch.device, measured: list[Any]) -> None:

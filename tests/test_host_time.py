@@ -51,3 +51,10 @@ def test_the_layers_are_valid_and_wait_for_nobody(backend, device):
     layer = host_time.Layer(torch.device(device), backend)
     for way in (layer.call, layer.step, layer.replay, layer.record_call, layer.record_step):
         way()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_cuda_graphs_of_every_layer_and_key_are_counted():
+    found = host_time.graph_memory(torch.device("cuda"), layers=3, keys=2)
+    assert found["graphs"] == 6
+    assert found["device_bytes"] >= 0

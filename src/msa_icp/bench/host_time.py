@@ -6,10 +6,12 @@ depend on the sizes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,6 +213,21 @@ class Layer:
         graphs = self._plan.layer_graphs(capture_after=0)
         self._graphs = graphs.begin_step(decode=self._step, decode_tokens=REQUESTS)
 
+    def all_graphs(self, keys: int) -> _Graphs:
+        """Graphs that capture at once, for as many keys: outputs of their own."""
+        steps = [
+            self._plan.prepare_decode_step(
+                *self._buffers[:-1], torch.zeros_like(self._buffers[-1]), **self._arguments
+            )
+            for _ in range(keys)
+        ]
+        graphs = self._plan.layer_graphs(capture_after=0, max_keys=keys)
+        return _Graphs(graphs, steps, self._layer[0])
+
+    def another_shard(self) -> torch.Tensor:
+        """The K shard of another layer."""
+        return self._layer[1].clone()
+
     def record_call(self) -> None:
         """All of a call but its launches."""
         self._plan.record_decode(*self._layer, *self._buffers, slot=0, **self._arguments)
@@ -230,6 +247,55 @@ class Layer:
     def replay(self) -> None:
         """`run` of a layer graph, from the second time on a replay."""
         self._graphs.run(0, *self._layer, slot=0)
+
+
+def graph_memory(device: torch.device, layers: int = 60, keys: int = 4) -> dict[str, int]:
+    """What layer graphs of so many layers and keys take: bytes of the card and of the host, all told.
+
+    One more layer's graphs are captured before, so that what the driver and the allocator take once is not
+    counted.
+    """
+    where = torch.empty(0, device=device).device
+    layer = Layer(where, "cake")
+    graphs = layer.all_graphs(keys)
+    shards = [layer.another_shard() for _ in range(layers + 1)]
+    graphs.run(shards[:1], slot=0)
+    before = _memory(where)
+    graphs.run(shards, slot=0)
+    after = _memory(where)
+    captured = graphs.captured - keys
+    if captured != layers * keys:
+        raise RuntimeError(f"{captured} graphs were captured, not {layers * keys}")
+    return {
+        "graphs": captured,
+        "device_bytes": after[0] - before[0],
+        "host_bytes": after[1] - before[1],
+    }
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return total - free, pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Graphs:
+    """Layer graphs of a step for each of some keys."""
+
+    def __init__(self, graphs: Any, steps: list[Any], index_q: torch.Tensor) -> None:
+        self._graphs, self._steps, self._q = graphs, steps, index_q
+
+    @property
+    def captured(self) -> int:
+        return int(self._graphs.stats["captured_layers"])
+
+    def run(self, shards: list[torch.Tensor], slot: int) -> None:
+        """Every layer of every key once."""
+        for step in self._steps:
+            at = self._graphs.begin_step(decode=step, decode_tokens=REQUESTS)
+            for number, shard in enumerate(shards):
+                at.run(number, self._q, shard, slot=slot)
 
 
 @contextmanager
