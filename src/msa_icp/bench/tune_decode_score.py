@@ -52,11 +52,10 @@ class Candidate:
 def everywhere(form: Form, rounds: int) -> Schedule:
     """One form for every size and every number of query groups, with `rounds` a CTA."""
     schedule: Schedule = scorer.SCHEDULE
-    groups = dict.fromkeys(count for count, _, _ in schedule.forms)
+    groups = dict.fromkeys(count for count, *_ in schedule.forms)
     return replace(
         schedule,
-        forms=tuple((count, 0, form) for count in groups),
-        rounds=((0, rounds),),
+        forms=tuple((count, 0, form, 1 if form.stages == 1 else rounds) for count in groups),
         gaps_below=NEVER,
         many_rounds=NEVER,
         long_table=NEVER,

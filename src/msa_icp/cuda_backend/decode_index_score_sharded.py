@@ -25,7 +25,7 @@ class Form:
     """How a CTA works; see the kernel. Any values are right."""
 
     stages: int
-    """Pieces that a warp has in flight. With one a CTA has one round."""
+    """Pieces that a warp may have in flight. With one a CTA has one round."""
     resident: int
     """CTAs that are to share a multiprocessor: what the compiler fits the registers to."""
     chains: int
@@ -36,6 +36,10 @@ class Form:
     """CTAs a multiprocessor that only wait for the predecessor."""
 
 
+_MANY = {1: Form(2, 6, 2, False, 1), 2: Form(2, 6, 1, True, 2), 4: Form(2, 5, 1, True, 2)}
+"""The forms of launches with many rounds, by groups."""
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """How the work is cut. Measured on an H200 (docs/performance.md); any values are right.
@@ -43,18 +47,25 @@ class Schedule:
     Compared by identity, so that a call's look-up of its plan takes no time.
     """
 
-    forms: tuple[tuple[int, int, Form], ...] = (
-        (1, 0, Form(1, 7, 2, False, 1)),
-        (1, 512, Form(1, 8, 2, False, 4)),
-        (1, 8192, Form(2, 6, 2, False, 1)),
-        (2, 0, Form(1, 5, 2, False, 2)),
-        (2, 1024, Form(2, 6, 1, True, 2)),
-        (4, 0, Form(1, 6, 1, True, 2)),
-        (4, 1024, Form(2, 5, 1, True, 2)),
+    forms: tuple[tuple[int, int, Form, int], ...] = (
+        (1, 0, Form(1, 7, 2, False, 1), 1),
+        (1, 128, Form(2, 5, 2, False, 1), 1),
+        (1, 512, Form(1, 8, 2, False, 4), 1),
+        (1, 8192, _MANY[1], 3),
+        (1, 32768, _MANY[1], 6),
+        (2, 0, Form(1, 5, 2, False, 2), 1),
+        (2, 1024, _MANY[2], 2),
+        (2, 4096, _MANY[2], 4),
+        (2, 8192, _MANY[2], 5),
+        (2, 32768, _MANY[2], 8),
+        (4, 0, Form(1, 6, 1, True, 2), 1),
+        (4, 1024, _MANY[4], 2),
+        (4, 4096, _MANY[4], 4),
+        (4, 8192, _MANY[4], 5),
+        (4, 32768, _MANY[4], 8),
     )
-    """Groups of eight query rows (1, 2 or 4), rounds of a launch, and the form from there on; ascending."""
-    rounds: tuple[tuple[int, int], ...] = ((0, 2), (4096, 4), (32768, 8))
-    """Rounds of a launch, and how many a CTA has from there on, if it has several."""
+    """Groups of eight query rows (1, 2 or 4), rounds of a launch, and from there on the form and a CTA's rounds;
+    ascending."""
     many_rounds: int = 65536
     most_ctas: int = 4096
     """Launches of as many rounds, or more, have no more CTAs: a CTA without a round costs a nanosecond."""
@@ -71,14 +82,14 @@ class Schedule:
         total = requests * rounds
         least, each = self.long_table_ctas
         few = rounds >= self.long_table and each * requests < self.most_ctas
-        forms = [form for count, begin, form in self.forms if count == groups and (few or total >= begin)]
-        form = forms[-1]
-        if form.stages == 1:
-            return form, 1
-        own = [count for begin, count in self.rounds if total >= begin][-1]
+        form, own = [
+            (form, own)
+            for count, begin, form, own in self.forms
+            if count == groups and (few or total >= begin)
+        ][-1]
         if few:
-            own = max(own, int(ceil_div(total, max(least, each * requests))))
-        elif total >= self.many_rounds:
+            own = int(ceil_div(total, max(least, each * requests)))
+        elif total >= self.many_rounds and form.stages > 1:
             own = int(ceil_div(total, self.most_ctas))
         return form, own
 
@@ -111,7 +122,8 @@ def kernel_for(layout: tuple[int, int], groups: int, form: Form) -> Kernel:
 
 def kernels(layouts: Layouts) -> Iterator[Kernel]:
     """Every kernel that a call may need."""
-    for layout, (groups, _, form) in product(layouts, SCHEDULE.forms):
+    forms = dict.fromkeys((groups, form) for groups, _, form, _ in SCHEDULE.forms)
+    for layout, (groups, form) in product(layouts, forms):
         yield kernel_for(layout, groups, form)
 
 
