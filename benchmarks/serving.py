@@ -1,6 +1,6 @@
 """Measure the scorer as a serving engine meets it; writes `benchmarks/results/serving_<name>.json`.
 
-python benchmarks/serving.py --name h200 [--quick] [--part mix chain replay first-call] [--minutes 4]
+python benchmarks/serving.py --name h200 [--quick] [--part mix chain replay long-table first-call]
 
 Rows are printed as they come. When the minutes are over, or on Ctrl-C or SIGTERM, what is there is written.
 """
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from msa_icp import cuda_backend
-from msa_icp.bench import decode_score, first_call, results, ruler, serving
+from msa_icp.bench import decode_score, first_call, long_table, results, ruler, serving
 from msa_icp.bench.batch import PAGE_ORDERS
 from msa_icp.bench.command import kernel_backends
+from msa_icp.bench.decode_score import LAYOUTS
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -69,12 +70,18 @@ def _mix(device: torch.device, names: list[str], args: argparse.Namespace) -> It
 
 
 def _chain(device: torch.device, names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+    sizes = [size for size in decode_score.SIZES if size.k_bytes(LAYOUTS[args.layout[0]]) <= args.max_bytes]
+    return serving.serving_chain(device, names, sizes=sizes, layouts=args.layout)
+
+
+def _long_table(device: torch.device, names: list[str], args: argparse.Namespace) -> Iterator[Any]:
+    layouts = [LAYOUTS[name] for name in args.layout]
     sizes = [
         size
-        for size in decode_score.SIZES
-        if size.k_bytes(decode_score.LAYOUTS[args.layout[0]]) <= args.max_bytes
+        for size in (*decode_score.SIZES, *long_table.MORE_SIZES)
+        if max(map(size.k_bytes, layouts)) <= args.max_bytes
     ]
-    return serving.serving_chain(device, names, sizes=sizes, layouts=args.layout)
+    return long_table.rows(device, names, sizes=sizes, layouts=args.layout)
 
 
 def _replay(device: torch.device, names: list[str], args: argparse.Namespace) -> Iterator[Any]:
@@ -93,6 +100,7 @@ PARTS: dict[str, Callable[[torch.device, list[str], argparse.Namespace], Iterato
     "mix": _mix,
     "chain": _chain,
     "replay": _replay,
+    "long-table": _long_table,
     "first-call": _first_call,
 }
 

@@ -9,7 +9,7 @@ import torch
 from loading import benchmark
 
 from msa_icp import cuda_backend
-from msa_icp.bench import batch, decode_score, first_call, measure, serving
+from msa_icp.bench import batch, decode_score, first_call, long_table, measure, serving
 
 CPU = torch.device("cpu")
 TINY = decode_score.Size("2 x 256", (256, 256))
@@ -102,13 +102,28 @@ def test_a_first_call_that_fails_says_why():
 def test_the_script_writes_every_part(tmp_path, monkeypatch, capsys, short_chains):
     monkeypatch.setattr(serving, "production_lens", lambda count: [300] * count)
     monkeypatch.setattr(decode_score, "SIZES", (TINY,))
+    monkeypatch.setattr(long_table, "MORE_SIZES", ())
     monkeypatch.setattr(
         "sys.argv",
         "serving --name toy --device cpu --backend torch --quick --requests 2 --commit abc "
-        f"--part mix chain replay --out {tmp_path}".split(),
+        f"--part mix chain replay long-table --out {tmp_path}".split(),
     )
     benchmark("serving").main()
     document = json.loads((tmp_path / "serving_toy.json").read_text())
     assert document["commit"] == "abc"
-    assert [row["what"] for row in document["rows"]] == ["production mix"] * 3 + ["serving chain"] * 2
+    names = ["production mix"] * 3 + ["serving chain"] * 2 + ["long table"] * 3
+    assert [row["what"] for row in document["rows"]] == names
+    assert [row["room"] for row in document["rows"][5:]] == [0, 131072, 1048576]
     assert "order shared prefix" in capsys.readouterr().out
+
+
+def test_tables_that_are_too_short_are_left_out(short_chains):
+    small, large = decode_score.Size("small", (200,)), decode_score.Size("large", (40_000,))
+    made = list(
+        long_table.rows(CPU, ["torch"], sizes=(small, large), layouts=("P128W4",)),
+    )
+    assert [(row.batch, row.room) for row in made] == [
+        *(("small", room) for room in (0, 131072, 1048576)),
+        *(("large", room) for room in (0, 1048576)),
+    ]
+    assert all(row.us > 0 for row in made)

@@ -167,6 +167,6 @@ def test_every_knob_has_a_grid():
         *tune.forms(1, script.RESIDENTS["short"], [1, 2], [0, 2], [1], False),
         *tune.forms(2, [5], [1], [0], [2], True),
     ]
-    forms = {form for candidate in made for _, _, form in candidate.schedule.forms}
+    forms = {form for candidate in made for _, _, form, _ in candidate.schedule.forms}
     for field in dataclasses.fields(tune.Form):
         assert len({getattr(form, field.name) for form in forms}) > 1, field.name

@@ -64,7 +64,7 @@ class Schedule:
         (4, 8192, _MANY[4], 5),
         (4, 32768, _MANY[4], 8),
     )
-    """Groups of eight query rows (1, 2 or 4), rounds of a launch, and from there on the form and a CTA's rounds;
+    """Groups of eight query rows (1, 2 or 4), rounds of a launch, and from there on form and a CTA's rounds;
     ascending."""
     many_rounds: int = 65536
     most_ctas: int = 4096
