@@ -6,7 +6,6 @@ processes of its own: `python tests/test_triton_compile.py TARGET` compiles for 
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -39,13 +38,18 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def compilations() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All targets at once: most of a compilation waits for another program."""
-    processes = {target: _start(target) for target in TARGETS}
+def compilations(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All targets that are asked for at once: most of a compilation waits for another program."""
+    asked = {item.callspec.params["target"] for item in request.session.items if _asks(item)}
+    processes = {target: _start(target) for target in TARGETS if target in asked}
     yield processes
     for process in processes.values():
         process.kill()
         process.communicate()
+
+
+def _asks(item: pytest.Item) -> bool:
+    return "compilations" in getattr(item, "fixturenames", ())
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -86,6 +90,63 @@ def _check_matrix_product(ptx: str, query_rows: int) -> None:
     assert ptx.count("ldmatrix.sync.aligned.m8n8.x4") == 4, "keys do not reach their registers as words"
 
 
+ACCESS = re.compile(r"(?:ld|st|atom|red)\.\S*global\S*|bar\.sync|griddepcontrol\.\w+")
+
+
+def _accesses(ptx: str) -> str:
+    """A letter for each global access, barrier and launch control of a kernel, in the order of the text.
+
+    `b`: barrier, `w`: wait for the predecessor, `r`: release of dependents, `A`, `R`: acquire or release at system
+    scope, `v`: volatile load, `l`, `s`: any other load or store of 32 bits, `d`: store of 64 bits, `a`: what else.
+    """
+    kinds = {
+        "b": r"bar\.",
+        "w": r"griddepcontrol\.wait",
+        "r": r"griddepcontrol\.",
+        "A": r"(?=.*\.sys\b)(?=.*\.acquire\b)(?:ld|atom)",
+        "R": r"(?=.*\.sys\b)(?=.*\.release\b)(?:st|atom|red)",
+        "v": r"ld\.volatile",
+        "a": r"atom|red|(?:ld|st)(?=.*\.(?:gpu|sys|cta)\b)",
+        "l": r"ld",
+        "d": r"st\.global\.b64$",
+        "s": r"st\.global\.b32$",
+    }
+    letters = []
+    for access in ACCESS.findall(ptx):
+        letters.append(next((letter for letter, kind in kinds.items() if re.match(kind, access)), "?"))
+    return "".join(letters)
+
+
+def _check_exchange(name: str, constants: dict[str, Any], ptx: str) -> None:
+    """The exchange's order of memory (docs/exchange.md, lemmas 4 and 8), as the compiler left it."""
+    accesses = _accesses(ptx)
+    if name in ("publish_kernel", "select_round_kernel"):
+        if constants["TAGS"]:  # tag and payload in one store of 64 bits; nothing to wait for
+            assert accesses.endswith("dd"), accesses
+            assert not re.search("[AR]", accesses), accesses
+        else:  # the row behind the poll that found it free, and the ready word behind the row
+            assert re.search("A[^AR]*ssb+R$", accesses), accesses
+    elif name == "merge_kernel" and constants["PREFILL"]:
+        assert not re.search("[ARa]", accesses), accesses
+    elif name == "merge_kernel":  # the row behind the polls that found it, and cleared behind its loads
+        assert re.search("Ab+v+[^vAR]*b+R[^vAR]*$", accesses), accesses
+    elif (
+        name == "_merge_tagged"
+    ):  # one word a thread, and no second copy: else threads could see different rows
+        assert accesses.count("v") == 1
+        assert "ld.volatile.global.b64" in ptx
+        assert not re.search("[AR]", accesses), accesses
+
+
+def _check_dependent(name: str, constants: dict[str, Any], ptx: str) -> None:
+    """A variant with dependent launch waits; but for the scorer, before it touches anything."""
+    accesses = _accesses(ptx)
+    assert ("w" in accesses) == bool(constants.get("DEPENDENT")), (name, constants)
+    assert ("r" in accesses) == bool(constants.get("DEPENDENT")), (name, constants)
+    if "w" in accesses and name != "_score":
+        assert not re.search("[^br]", accesses[: accesses.index("w")]), (name, accesses)
+
+
 def _stack_bytes(cubin: bytes) -> int:
     """Bytes of stack a thread: what does not fit its registers."""
     from triton.backends import nvidia
@@ -109,7 +170,6 @@ def compile_for(target: str) -> None:
     from msa_icp.bench import producer_kernel
     from msa_icp.triton_backend.launch import Target
 
-    merge_candidates = importlib.import_module("msa_icp.triton_backend.merge_candidates")
     if target.startswith("gfx"):
         gpu, ours = GPUTarget("hip", target, 64), Target.of_capability("hip", 0, 100)
     else:
@@ -125,9 +185,9 @@ def compile_for(target: str) -> None:
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned}
         source = ASTSource(kernel.function, signature, constants, aligned)
         compiled = triton.compile(source, target=gpu, options=kernel.options(gpu.backend, constants))
-        if gpu.backend == "cuda" and kernel in merge_candidates.merge_tagged_kernels.values():
-            # One word a thread, and no second copy of one: else threads could see different rows.
-            assert compiled.asm["ptx"].count("ld.volatile.global.b64") == 1
+        if gpu.backend == "cuda":
+            _check_exchange(kernel.function.__name__, constants, compiled.asm["ptx"])
+            _check_dependent(kernel.function.__name__, constants, compiled.asm["ptx"])
         if target == "90" and "QUERY_ROWS" in constants:
             _check_matrix_product(compiled.asm["ptx"], constants["QUERY_ROWS"])
             assert _stack_bytes(compiled.asm["cubin"]) == 0, (kernel.function.__name__, "spills")
