@@ -96,8 +96,8 @@ ACCESS = re.compile(r"(?:ld|st|atom|red)\.\S*global\S*|bar\.sync|griddepcontrol\
 def _accesses(ptx: str) -> str:
     """A letter for each global access, barrier and launch control of a kernel, in the order of the text.
 
-    `b`: barrier, `w`: wait for the predecessor, `r`: release of dependents, `A`, `R`: acquire or release at system
-    scope, `v`: volatile load, `l`, `s`: any other load or store of 32 bits, `d`: store of 64 bits, `a`: what else.
+    `b`: barrier, `w`: wait for the predecessor, `r`: release of dependents, `A`, `R`: acquire or release at
+    system scope, `a`: other atomic, `v`: volatile load, `l`: other load, `s`, `d`: store of 32 or 64 bits.
     """
     kinds = {
         "b": r"bar\.",
@@ -111,10 +111,8 @@ def _accesses(ptx: str) -> str:
         "d": r"st\.global\.b64$",
         "s": r"st\.global\.b32$",
     }
-    letters = []
-    for access in ACCESS.findall(ptx):
-        letters.append(next((letter for letter, kind in kinds.items() if re.match(kind, access)), "?"))
-    return "".join(letters)
+    accesses = ACCESS.findall(ptx)
+    return "".join(next((k for k, kind in kinds.items() if re.match(kind, a)), "?") for a in accesses)
 
 
 def _check_exchange(name: str, constants: dict[str, Any], ptx: str) -> None:
@@ -233,6 +231,40 @@ def prefill_calls(backend: Any, layout: Any, lens: tuple[int, ...], offset: int,
     backend.prefill_score_select(*inputs, valid, pool, carrier, **force, **launch)
 
 
+def count_exchange(backend: Any, layout: Any, compiled: list[Any], launches: list[Any]) -> None:
+    """Merge in all its forms, and score and publish in one, of batches and slices of any size."""
+    import torch
+    from calls import fused_call, merge_call
+
+    before, launched = len(compiled), len(launches)
+    for tagged, prefill in ((False, False), (True, False), (False, True)):
+        call = merge_call("cpu", "torch", tagged, prefill)
+        arguments = {name: value for name, value in call.arguments.items() if name != "backend"}
+        for tokens in (1, 2, 6):
+            arguments["recv_slot"] = call.arguments["recv_slot"][:, :, 6 - tokens :]
+            arguments["num_valid_pages"] = torch.full((6,), 20, dtype=torch.int32)[6 - tokens :]
+            arguments["output"] = torch.empty((tokens, 2 + tokens, 16), dtype=torch.int32)[:, tokens:]
+            arguments |= {"spin_limit": 2**31 - tokens, "init_blocks": tokens, "enable_pdl": not prefill}
+            backend.merge_candidates(**arguments, slot=tokens)
+    assert len(launches) == launched + 9
+    assert len(compiled) == before + 3
+
+    call = fused_call("cpu", "torch")
+    names = ("backend", "rank", "world_size", "page_size")
+    arguments = {name: value for name, value in call.arguments.items() if name not in names}
+    table = call.arguments["block_table"]
+    # The last table is wider than the pool's rows: two rounds.
+    for batch, columns in ((3, table.shape[1]), (1, 1), (2, 4100)):
+        for name in ("index_q", "num_valid_pages"):
+            arguments[name] = call.arguments[name][6 - 2 * batch :]
+        arguments["seq_lens"] = call.arguments["seq_lens"][3 - batch :]
+        arguments["block_table"] = torch.zeros((batch, columns + batch), dtype=torch.int32)[:, batch:]
+        arguments |= {"spin_limit": 2**31 - batch, "force_begin_blocks": batch}
+        backend.decode_score_publish(**arguments, layout=layout)
+    assert len(launches) == launched + 9 + 8
+    assert len(compiled) == before + 5  # the scorer of few tiles was there; the one of many is a loop
+
+
 def count_compilations() -> None:
     """Calls that differ in addresses, strides, batch and values, over stand-ins for compiled kernels."""
     import torch
@@ -307,6 +339,8 @@ def count_compilations() -> None:
     assert len(launches) == 11
     assert len(compiled) == 3
 
+    count_exchange(triton_backend, layout, compiled, launches)
+
     # A profiler that hooks launches gets what Triton prepares for it.
     hooks = triton.knobs.runtime
     for number, hook in enumerate((hooks.launch_enter_hook, hooks.launch_exit_hook), 1):
@@ -314,9 +348,10 @@ def count_compilations() -> None:
         triton_backend.topk_select_publish(**arguments)
         hook.remove(print)
         assert hooked == [(6, 4, 1)] * number
+    launched = len(launches)
     triton_backend.topk_select_publish(**arguments)
     assert launches[-1] == (6, 4, 1)
-    assert len(launches) == 12
+    assert len(launches) == launched + 1
 
     before, launched = len(compiled), len(launches)
     for lens, offset, pitch in (((1,), 0, 8192), ((9, 0, 3), 1, 8208), ((16,) * 65, 3, 1 << 20)):
