@@ -6,7 +6,6 @@ processes of its own: `python tests/test_triton_compile.py TARGET` compiles for 
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -39,13 +38,18 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def compilations() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All targets at once: most of a compilation waits for another program."""
-    processes = {target: _start(target) for target in TARGETS}
+def compilations(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All targets that are asked for at once: most of a compilation waits for another program."""
+    asked = {item.callspec.params["target"] for item in request.session.items if _asks(item)}
+    processes = {target: _start(target) for target in TARGETS if target in asked}
     yield processes
     for process in processes.values():
         process.kill()
         process.communicate()
+
+
+def _asks(item: pytest.Item) -> bool:
+    return "compilations" in getattr(item, "fixturenames", ())
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -86,6 +90,61 @@ def _check_matrix_product(ptx: str, query_rows: int) -> None:
     assert ptx.count("ldmatrix.sync.aligned.m8n8.x4") == 4, "keys do not reach their registers as words"
 
 
+ACCESS = re.compile(r"(?:ld|st|atom|red)\.\S*global\S*|bar\.sync|griddepcontrol\.\w+")
+
+
+def _accesses(ptx: str) -> str:
+    """A letter for each global access, barrier and launch control of a kernel, in the order of the text.
+
+    `b`: barrier, `w`: wait for the predecessor, `r`: release of dependents, `A`, `R`: acquire or release at
+    system scope, `a`: other atomic, `v`: volatile load, `l`: other load, `s`, `d`: store of 32 or 64 bits.
+    """
+    kinds = {
+        "b": r"bar\.",
+        "w": r"griddepcontrol\.wait",
+        "r": r"griddepcontrol\.",
+        "A": r"(?=.*\.sys\b)(?=.*\.acquire\b)(?:ld|atom)",
+        "R": r"(?=.*\.sys\b)(?=.*\.release\b)(?:st|atom|red)",
+        "v": r"ld\.volatile",
+        "a": r"atom|red|(?:ld|st)(?=.*\.(?:gpu|sys|cta)\b)",
+        "l": r"ld",
+        "d": r"st\.global\.b64$",
+        "s": r"st\.global\.b32$",
+    }
+    accesses = ACCESS.findall(ptx)
+    return "".join(next((k for k, kind in kinds.items() if re.match(kind, a)), "?") for a in accesses)
+
+
+def _check_exchange(name: str, constants: dict[str, Any], ptx: str) -> None:
+    """The exchange's order of memory (docs/exchange.md, lemmas 4 and 8), as the compiler left it."""
+    accesses = _accesses(ptx)
+    if name in ("publish_kernel", "select_round_kernel"):
+        if constants["TAGS"]:  # tag and payload in one store of 64 bits; nothing to wait for
+            assert accesses.endswith("dd"), accesses
+            assert not re.search("[AR]", accesses), accesses
+        else:  # the row behind the poll that found it free, and the ready word behind the row
+            assert re.search("A[^AR]*ssb+R$", accesses), accesses
+    elif name == "merge_kernel" and constants["PREFILL"]:
+        assert not re.search("[ARa]", accesses), accesses
+    elif name == "merge_kernel":  # the row behind the polls that found it, and cleared behind its loads
+        assert re.search("Ab+v+[^vAR]*b+R[^vAR]*$", accesses), accesses
+    elif (
+        name == "_merge_tagged"
+    ):  # one word a thread, and no second copy: else threads could see different rows
+        assert accesses.count("v") == 1
+        assert "ld.volatile.global.b64" in ptx
+        assert not re.search("[AR]", accesses), accesses
+
+
+def _check_dependent(name: str, constants: dict[str, Any], ptx: str) -> None:
+    """A variant with dependent launch waits; but for the scorer, before it touches anything."""
+    accesses = _accesses(ptx)
+    assert ("w" in accesses) == bool(constants.get("DEPENDENT")), (name, constants)
+    assert ("r" in accesses) == bool(constants.get("DEPENDENT")), (name, constants)
+    if "w" in accesses and name != "_score":
+        assert not re.search("[^br]", accesses[: accesses.index("w")]), (name, accesses)
+
+
 def _stack_bytes(cubin: bytes) -> int:
     """Bytes of stack a thread: what does not fit its registers."""
     from triton.backends import nvidia
@@ -109,7 +168,6 @@ def compile_for(target: str) -> None:
     from msa_icp.bench import producer_kernel
     from msa_icp.triton_backend.launch import Target
 
-    merge_candidates = importlib.import_module("msa_icp.triton_backend.merge_candidates")
     if target.startswith("gfx"):
         gpu, ours = GPUTarget("hip", target, 64), Target.of_capability("hip", 0, 100)
     else:
@@ -125,9 +183,9 @@ def compile_for(target: str) -> None:
         aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned}
         source = ASTSource(kernel.function, signature, constants, aligned)
         compiled = triton.compile(source, target=gpu, options=kernel.options(gpu.backend, constants))
-        if gpu.backend == "cuda" and kernel in merge_candidates.merge_tagged_kernels.values():
-            # One word a thread, and no second copy of one: else threads could see different rows.
-            assert compiled.asm["ptx"].count("ld.volatile.global.b64") == 1
+        if gpu.backend == "cuda":
+            _check_exchange(kernel.function.__name__, constants, compiled.asm["ptx"])
+            _check_dependent(kernel.function.__name__, constants, compiled.asm["ptx"])
         if target == "90" and "QUERY_ROWS" in constants:
             _check_matrix_product(compiled.asm["ptx"], constants["QUERY_ROWS"])
             assert _stack_bytes(compiled.asm["cubin"]) == 0, (kernel.function.__name__, "spills")
@@ -171,6 +229,40 @@ def prefill_calls(backend: Any, layout: Any, lens: tuple[int, ...], offset: int,
     size = msa_icp.msa_icp_prefill_pool_bytes(total_q=plan.total_q, batch=plan.batch, device="cpu")
     pool = torch.empty(size, dtype=torch.uint8)
     backend.prefill_score_select(*inputs, valid, pool, carrier, **force, **launch)
+
+
+def count_exchange(backend: Any, layout: Any, compiled: list[Any], launches: list[Any]) -> None:
+    """Merge in all its forms, and score and publish in one, of batches and slices of any size."""
+    import torch
+    from calls import fused_call, merge_call
+
+    before, launched = len(compiled), len(launches)
+    for tagged, prefill in ((False, False), (True, False), (False, True)):
+        call = merge_call("cpu", "torch", tagged, prefill)
+        arguments = {name: value for name, value in call.arguments.items() if name != "backend"}
+        for tokens in (1, 2, 6):
+            arguments["recv_slot"] = call.arguments["recv_slot"][:, :, 6 - tokens :]
+            arguments["num_valid_pages"] = torch.full((6,), 20, dtype=torch.int32)[6 - tokens :]
+            arguments["output"] = torch.empty((tokens, 2 + tokens, 16), dtype=torch.int32)[:, tokens:]
+            arguments |= {"spin_limit": 2**31 - tokens, "init_blocks": tokens, "enable_pdl": not prefill}
+            backend.merge_candidates(**arguments, slot=tokens)
+    assert len(launches) == launched + 9
+    assert len(compiled) == before + 3
+
+    call = fused_call("cpu", "torch")
+    names = ("backend", "rank", "world_size", "page_size")
+    arguments = {name: value for name, value in call.arguments.items() if name not in names}
+    table = call.arguments["block_table"]
+    # The last table is wider than the pool's rows: two rounds.
+    for batch, columns in ((3, table.shape[1]), (1, 1), (2, 4100)):
+        for name in ("index_q", "num_valid_pages"):
+            arguments[name] = call.arguments[name][6 - 2 * batch :]
+        arguments["seq_lens"] = call.arguments["seq_lens"][3 - batch :]
+        arguments["block_table"] = torch.zeros((batch, columns + batch), dtype=torch.int32)[:, batch:]
+        arguments |= {"spin_limit": 2**31 - batch, "force_begin_blocks": batch}
+        backend.decode_score_publish(**arguments, layout=layout)
+    assert len(launches) == launched + 9 + 8
+    assert len(compiled) == before + 5  # the scorer of few tiles was there; the one of many is a loop
 
 
 def count_compilations() -> None:
@@ -247,6 +339,8 @@ def count_compilations() -> None:
     assert len(launches) == 11
     assert len(compiled) == 3
 
+    count_exchange(triton_backend, layout, compiled, launches)
+
     # A profiler that hooks launches gets what Triton prepares for it.
     hooks = triton.knobs.runtime
     for number, hook in enumerate((hooks.launch_enter_hook, hooks.launch_exit_hook), 1):
@@ -254,9 +348,10 @@ def count_compilations() -> None:
         triton_backend.topk_select_publish(**arguments)
         hook.remove(print)
         assert hooked == [(6, 4, 1)] * number
+    launched = len(launches)
     triton_backend.topk_select_publish(**arguments)
     assert launches[-1] == (6, 4, 1)
-    assert len(launches) == 12
+    assert len(launches) == launched + 1
 
     before, launched = len(compiled), len(launches)
     for lens, offset, pitch in (((1,), 0, 8192), ((9, 0, 3), 1, 8208), ((16,) * 65, 3, 1 << 20)):
