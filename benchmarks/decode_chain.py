@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from msa_icp.bench import decode_chain, exchange, results, ruler
+from msa_icp.bench import decode_chain, exchange, results
 from msa_icp.bench.command import kernel_backends
 
 RESULTS = Path(__file__).parent / "results"
@@ -24,7 +24,7 @@ QUICK = {"context": (8192, 131072, 1048576), "batch": (1, 32, 256), "world_size"
 
 
 def main() -> None:
-    parser = results.parser(__doc__, RESULTS)
+    parser = results.parser(__doc__, RESULTS, judged=True)
     parser.add_argument("--part", nargs="+", choices=("exchange", "chain"), default=("exchange", "chain"))
     parser.add_argument(
         "--way", nargs="+", choices=tuple(decode_chain.WAYS), default=tuple(decode_chain.WAYS)
@@ -44,8 +44,7 @@ def main() -> None:
     device = torch.device(args.device)
     names = args.backend or kernel_backends(device)
     stop = time.monotonic() + 60 * args.minutes
-    speed = ruler.speed(device)
-    print(f"plain read of 268 MB: {speed or '-'} TB/s", flush=True)
+    speed = results.judge(args)
     measured: list[exchange.Row | decode_chain.Row] = []
     with results.until_interrupted():
         if "exchange" in args.part:

@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = results.parser(__doc__, RESULTS)
+    parser = results.parser(__doc__, RESULTS, judged=True)
     parser.add_argument("--query-len", type=int, nargs="*", default=decode_score.QUERY_LENS)
     parser.add_argument("--layout", nargs="*", default=tuple(decode_score.LAYOUTS))
     parser.add_argument("--max-bytes", type=float, default=1e12, help="leave out larger launches")
@@ -28,18 +28,15 @@ def main() -> None:
     device = torch.device(args.device)
     names = args.backend or kernel_backends(device)
     sizes = sizes_up_to(args.max_bytes)
+    speed = results.judge(args)
+    print(decode_score.HEADING, flush=True)
     measured = []
     rows = decode_score.rows(device, names, sizes=sizes, layouts=args.layout, query_lens=args.query_len)
     with results.until_interrupted():
         for row in rows:
             measured.append(row)
-            ratio = "" if row.of_plain_read is None else f"  plain read / ours {row.of_plain_read:5.2f}"
-            print(
-                f"{row.backend:7} {row.layout} q{row.query_len} {row.batch:3} x {row.keys!s:11} "
-                f"{row.bytes / 1e6:6.1f} MB {row.us:10.2f} us {row.bytes / row.us / 1e3:8.1f} GB/s{ratio}",
-                flush=True,
-            )
-    results.write(args, "decode_score", measured)
+            print(decode_score.words(row), flush=True)
+    results.write(args, "decode_score", measured, plain_read_tb_s=speed)
 
 
 if __name__ == "__main__":

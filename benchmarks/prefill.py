@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = results.parser(__doc__, RESULTS)
+    parser = results.parser(__doc__, RESULTS, judged=True)
     parser.add_argument("--what", nargs="*", default=prefill.WHATS, choices=prefill.WHATS)
     parser.add_argument("--layout", nargs="*", default=tuple(LAYOUTS), help="of the sizes")
     parser.add_argument("--recorded-layout", nargs="*", default=("P128W4",), help="of the recorded shapes")
@@ -33,6 +33,7 @@ def main() -> None:
 
     device = torch.device(args.device)
     names = args.backend or kernel_backends(device)
+    speed = results.judge(args)
 
     def measure(windows: Sequence[prefill.Window], layouts: Sequence[str]) -> Iterator[prefill.Row]:
         small = [w for w in windows if sum(t * (t + p) for t, p in w.segments) <= args.max_pairs]
@@ -49,7 +50,7 @@ def main() -> None:
                 f"limit / ours {row.limit_us / row.us:4.2f}, units {row.units[0]} - {row.units[2]}",
                 flush=True,
             )
-    results.write(args, "prefill", measured)
+    results.write(args, "prefill", measured, plain_read_tb_s=speed)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from msa_icp import cuda_backend
-from msa_icp.bench import decode_score, first_call, long_table, results, ruler, serving
+from msa_icp.bench import decode_score, first_call, long_table, results, serving
 from msa_icp.bench.batch import PAGE_ORDERS
 from msa_icp.bench.command import kernel_backends
 from msa_icp.bench.decode_score import LAYOUTS
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = results.parser(__doc__, RESULTS)
+    parser = results.parser(__doc__, RESULTS, judged=True)
     parser.add_argument("--part", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--requests", nargs="+", type=int, default=(32, 256), help="of the production mix")
     parser.add_argument("--layout", nargs="+", default=("P128W4", "P256W2"))
@@ -42,8 +42,7 @@ def main() -> None:
     device = torch.device(args.device)
     names = args.backend or kernel_backends(device)
     stop = time.monotonic() + 60 * args.minutes
-    speed = ruler.speed(device)
-    print(f"plain read of 268 MB: {speed or '-'} TB/s", flush=True)
+    speed = results.judge(args)
     measured: list[Any] = []
     with results.until_interrupted():
         for part in args.part:

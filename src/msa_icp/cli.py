@@ -235,7 +235,7 @@ def bench(
         if not 1 <= length <= 8:
             raise UsageError(f"--query-len must be from 1 to 8, was {length}")
     largest = max_mb if max_mb is not None else (100 if where.type == "cpu" else 1e6)
-    command.run(where, names, layout or list(LAYOUTS), query_len or [1], largest * 1e6, Console())
+    command.run(where, names, layout or list(LAYOUTS), query_len or [1], largest * 1e6)
     return 0
 
 

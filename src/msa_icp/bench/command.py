@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from msa_icp.dispatch import backends
 
@@ -33,29 +30,19 @@ def run(
     layouts: Sequence[str],
     query_lens: Sequence[int],
     max_bytes: float,
-    console: Console,
 ) -> None:
-    """Measure and print; a row is shown as soon as it is there."""
+    """Measure and print; a row is printed as soon as it is there."""
     facts = versions(device)
-    table = Table(title=f"Decode scorer, {facts['card']}, torch {facts['torch']}, triton {facts['triton']}")
-    columns = ("backend", "layout", "query", "batch x rows", "MB", "us", "GB/s", "read / ours")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("backend", "layout") else "right")
-    with Live(table, console=console, vertical_overflow="visible"):
-        measured = decode_score.rows(
-            device, list(names), sizes=sizes_up_to(max_bytes), layouts=layouts, query_lens=query_lens
-        )
-        for row in measured:
-            ratio = row.of_plain_read
-            table.add_row(
-                row.backend,
-                row.layout,
-                str(row.query_len),
-                f"{row.batch} x {row.keys}",
-                f"{row.bytes / 1e6:.1f}",
-                f"{row.us:.2f}",
-                f"{row.bytes / row.us / 1e3:.2f}",
-                "-" if ratio is None else f"{ratio:.2f}",
-            )
-    if (reason := ruler.unavailable(device)) is not None:
-        console.print(f"No plain read to compare with: {reason}.")
+    judgement = ruler.judge(device)
+    _say(f"Decode scorer, {facts['card']}, torch {facts['torch']}, triton {facts['triton']}")
+    _say(str(judgement))
+    _say(decode_score.HEADING)
+    sizes = sizes_up_to(max_bytes)
+    for row in decode_score.rows(device, list(names), sizes=sizes, layouts=layouts, query_lens=query_lens):
+        _say(decode_score.words(row))
+    if judgement.too_slow:
+        _say(f"Throw these figures away: {judgement}")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -77,6 +77,26 @@ class Row:
         """The figure that counts: plain read / ours, above one where we are faster."""
         return None if self.plain_read_us is None else self.plain_read_us / self.us
 
+    @property
+    def of_chained_read(self) -> float | None:
+        """Chained read / ours: what is left to a read whose launches overlap as ours do."""
+        return None if self.chained_read_us is None else self.chained_read_us / self.us
+
+
+_LEFT = f"backend layout q {'batch x rows':>15} {'MB':>6} {'us':>9} {'GB/s':>7}"
+HEADING = f"{_LEFT}  plain read us  plain/ours  chained/ours"
+
+
+def words(row: Row) -> str:
+    """A row for a reader, below `HEADING`."""
+    reads = (row.plain_read_us, row.of_plain_read, row.of_chained_read)
+    plain, of_plain, of_chained = ("-" if read is None else f"{read:.2f}" for read in reads)
+    return (
+        f"{row.backend:7} {row.layout} {row.query_len} {f'{row.batch} x {row.keys}':>15} "
+        f"{row.bytes / 1e6:6.1f} {row.us:9.2f} {row.bytes / row.us / 1e3:7.2f} "
+        f"{plain:>14} {of_plain:>11} {of_chained:>13}"
+    )
+
 
 class Workload:
     """Random keys for every layer of a chain, and a batch over randomly permuted pages."""

@@ -16,11 +16,17 @@ from typing import Any
 
 import torch
 
+from . import ruler
 from .measure import versions
 
 
-def parser(description: str | None, results: Path, *, backends: bool = True) -> argparse.ArgumentParser:
-    """The options that every script has; `results` is where documents go, `backends`: they can be chosen."""
+def parser(
+    description: str | None, results: Path, *, backends: bool = True, judged: bool = False
+) -> argparse.ArgumentParser:
+    """The options that every script has.
+
+    `results` is where documents go, `backends`: they can be chosen, `judged`: the script asks `judge`.
+    """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -30,7 +36,23 @@ def parser(description: str | None, results: Path, *, backends: bool = True) -> 
         made.add_argument("--backend", nargs="+", help="default: every kernel backend of the device")
     made.add_argument("--commit", help="what is measured; default: git's HEAD")
     made.add_argument("--out", type=Path, default=results)
+    if judged:
+        made.add_argument("--keep-slow", action="store_true", help="measure and write on a slow card, too")
     return made
+
+
+def judge(args: argparse.Namespace) -> float | None:
+    """Print the plain read of 268 MB and return its TB/s, None where it cannot be measured.
+
+    Where it is slower than the card's rule allows, the run would be thrown away: the script ends here with
+    exit code 1, before anything is measured or written, unless `--keep-slow` is given.
+    """
+    found = ruler.judge(torch.device(args.device))
+    print(found, flush=True)
+    if found.too_slow and not args.keep_slow:
+        print("nothing is measured and nothing is written; --keep-slow does both anyway", flush=True)
+        raise SystemExit(1)
+    return found.speed
 
 
 @contextmanager

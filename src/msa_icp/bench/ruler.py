@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from .measure import time_chain
 GRIDS = (132, 264, 528, 1056, 2112)
 """Grids to try; the fastest counts."""
 THREADS = 512
+LEAST_TB_S = {"NVIDIA H200": 4.1}
+"""TB/s of the plain read of 268 MB below which something else is on a card, by its whole name: a part of a
+card, and one of a like name (GH200), have no rule."""
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -30,8 +34,38 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """The plain read of 268 MB, and the least that it must be; TB/s."""
+
+    speed: float | None
+    """None where it cannot be measured."""
+    least: float | None
+    """None where no rule is known for the card."""
+    reason: str | None = None
+    """Why it cannot be measured."""
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether the run is to be thrown away."""
+        return self.speed is not None and self.least is not None and self.speed < self.least
+
+    def __str__(self) -> str:
+        if self.speed is None:
+            return f"plain read of 268 MB: not measured, {self.reason}"
+        read = f"plain read of 268 MB: {self.speed} TB/s"
+        return f"{read}, below {self.least} TB/s: something else is on the card" if self.too_slow else read
+
+
+def judge(device: torch.device) -> Judgement:
+    """Measure what a run on this card is judged by."""
+    if (reason := unavailable(device)) is not None:
+        return Judgement(None, None, reason)
+    return Judgement(speed(device), LEAST_TB_S.get(torch.cuda.get_device_name(device)))
+
+
 def speed(device: torch.device) -> float | None:
-    """TB/s of the plain read of 268 MB, by which a run is judged; None where it cannot be measured."""
+    """TB/s of the plain read of 268 MB; None where it cannot be measured."""
     if unavailable(device) is not None:
         return None
     nbytes = 64 * 8192 * 4 * 128
