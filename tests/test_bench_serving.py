@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from loading import benchmark
 
+import msa_icp
 from msa_icp import cuda_backend
 from msa_icp.bench import batch, decode_score, first_call, long_table, measure, serving
 
@@ -91,7 +97,63 @@ def test_a_first_call_is_cold_once():
     }
     cold, warm = (by_state[state] for state in first_call.STATES)
     assert cold.keys() == warm.keys() >= {"decode_index_score_sharded", "merge_candidates"}
-    assert sum(warm.values()) < sum(cold.values()) / 2
+    assert next(iter(cold)) == first_call.COMPILER
+    compiled = cold.keys() - {first_call.COMPILER}
+    assert all(warm[source] < cold[source] / 2 for source in compiled)
+
+
+def processes_that(monkeypatch, *leave):
+    """Stand-ins for the processes, which leave such files in the folder of their caches."""
+    remaining = list(leave)
+
+    def stand_in(device, backend, folder, *what, processes=1):
+        for name in remaining.pop(0):
+            (Path(folder) / name).touch()
+        return [{"op": 0.5, first_call.LAYOUT_WARMUP: 0.5}]
+
+    monkeypatch.setattr(first_call, "_in_processes", stand_in)
+
+
+def test_what_is_called_cold_finds_an_empty_folder(monkeypatch, tmp_path):
+    processes_that(monkeypatch, ["kernel"], [])
+    assert len(list(first_call.rows(CPU, ["cuda"]))) == 4
+    (tmp_path / "kernel").touch()
+    monkeypatch.setattr(first_call.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(tmp_path))
+    with pytest.raises(RuntimeError, match="is not empty, so no call of cuda would be cold"):
+        list(first_call.rows(CPU, ["cuda"]))
+
+
+def test_what_is_said_to_come_from_the_disk_cache_does(monkeypatch):
+    processes_that(monkeypatch, [], [])
+    with pytest.raises(RuntimeError, match="so cuda keeps its kernels elsewhere"):
+        list(first_call.rows(CPU, ["cuda"]))
+    processes_that(monkeypatch, [], [])
+    assert len(list(first_call.rows(CPU, ["torch"]))) == 4
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["cuda", "triton"])
+def test_the_compiler_is_timed_before_the_first_op_of_the_backend_that_has_it(name):
+    """In a process of its own, which has a stand-in for the GPU and for the ops."""
+    program = (
+        "import sys, types, torch, msa_icp; from msa_icp.bench import first_call\n"
+        "said = lambda: print('cuda.core' in sys.modules)\n"
+        "work = types.SimpleNamespace(Workload=lambda *_: types.SimpleNamespace(calls={'op': said}))\n"
+        "sys.modules['msa_icp.bench.host_time'] = work\n"
+        "torch.cuda.synchronize = msa_icp.warmup = lambda *_: None\n"
+        f"print(*first_call.first_calls(torch.device('cpu'), {name!r}), sep=',')\n"
+    )
+    source = str(Path(msa_icp.__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    rows = ["op", first_call.WARMUP]
+    wanted = [first_call.COMPILER, *rows] if name == "cuda" else rows
+    assert ran.stdout.splitlines() == [str(name == "cuda"), ",".join(wanted)], ran.stderr
 
 
 def test_a_first_call_that_fails_says_why():

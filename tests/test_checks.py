@@ -94,6 +94,26 @@ def test_capacity_of_a_publish(backend, device):
             call.function(**call.arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("index_q", "seq_lens.shape[0] * decode_query_len"),
+        ("block_table", "seq_lens.shape[0]"),
+        ("score_out", "seq_lens.shape[0] * decode_query_len"),
+    ],
+)
+def test_a_wrong_batch_size_says_what_it_was_compared_with(name, source):
+    call = score_call("cpu", "torch")
+    value = call.arguments[name]
+    call.arguments[name] = torch.cat([value, value])
+    sentence = rf"^{name}: must be of shape \[.+\] \(the first is {re.escape(source)}\), was \[.+\]$"
+    with pytest.raises(ValueError, match=sentence):
+        call.function(**call.arguments)
+    call.arguments[name] = value[..., None]
+    with pytest.raises(ValueError, match=rf"^{name}: must be of shape \[[^(]+$"):
+        call.function(**call.arguments)
+
+
 def test_integers_of_other_types_are_integers(backend, device):
     """What an engine computes with numpy or torch sizes is an integer too."""
     call = score_call(device, backend)

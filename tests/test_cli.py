@@ -164,9 +164,13 @@ def test_doctor_lists_the_backends_with_reasons(capsys, monkeypatch):
 
 def test_verify_is_handed_on(capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(verify, "run", lambda backend, device: seen.append((backend, device)) or 1)
+    monkeypatch.setattr(verify, "run", lambda *given, **choice: seen.append((given, choice)) or 1)
     assert run("verify", "--backend", "torch") == 1
-    assert seen == [("torch", "cpu")]
+    assert seen == [(("torch", "cpu"), {"only": None, "quick": False, "traces": False})]
+    assert run("verify", "--only", "prefill", "--quick", "--traceback") == 1
+    assert seen[1:] == [((None, "cpu"), {"only": "prefill", "quick": True, "traces": True})]
+    assert run("verify", "--only", "both") == 2
+    assert sentence(capsys) == "msa-icp: --only must be decode or prefill, was both"
     assert run("verify", "--device", "abacus") == 2
     assert sentence(capsys) == "msa-icp: --device must be a device of torch, was abacus"
 

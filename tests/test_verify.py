@@ -126,6 +126,88 @@ def test_a_wrong_backend_gives_exit_code_1(few_cases, capsys, monkeypatch, fault
     assert "cases differ" in out
 
 
+def test_a_backend_that_raises_fails_its_case_and_no_other(few_cases, capsys, monkeypatch):
+    right = torch_backend.topk_select_prefill
+
+    def raises(*arguments, **keywords):
+        right(*arguments, **keywords)
+        raise LookupError("it [is] Monday")
+
+    monkeypatch.setattr(torch_backend, "topk_select_prefill", raises)
+    assert verify.run("torch", "cpu") == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "[3/3] prefill window, W=2 P=256, torch: failed" in out
+    assert "prefill window, torch, W=2 P=256: failed with LookupError: it [is] Monday" in out
+    assert "in 3 cases: 1 cases failed" in out
+    assert "Traceback" not in out
+    assert "--traceback shows where" in out
+    assert verify.run("torch", "cpu", only="prefill", traces=True) == 1
+    out = capsys.readouterr().out
+    assert "Traceback (most recent call last)" in out
+    assert "in raises" in out
+    assert verify.run("torch", "cpu", only="decode") == 0
+
+
+def test_ctrl_c_is_no_failure_of_a_backend(few_cases, monkeypatch):
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch_backend, "merge_candidates", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        verify.run("torch", "cpu")
+
+
+def test_without_a_terminal_every_case_is_a_line_when_it_is_done(few_cases, capsys, monkeypatch):
+    seen = []
+    check = verify.decode.check_case
+
+    def watched(*arguments):
+        seen.append(capsys.readouterr().out)
+        check(*arguments)
+
+    monkeypatch.setattr(verify.decode, "check_case", watched)
+    wrong_publish(monkeypatch)
+    verify.run("torch", "cpu")
+    assert seen[0] == ""
+    assert seen[1].startswith("[1/3] decode small, W=2 P=128, torch: 8 differences, ")
+    rest = capsys.readouterr().out.splitlines()
+    assert rest[0].startswith("[2/3] decode nan, W=2 P=128, torch: ")
+    assert rest[1].startswith("[3/3] prefill window, W=2 P=256, torch: equal, ")
+
+
+def test_what_is_left_out(monkeypatch):
+    everything = [*verify.command.batches()], [*verify.command.windows()]
+    monkeypatch.setattr(verify.command, "batches", lambda: everything[0])
+    monkeypatch.setattr(verify.command, "windows", lambda: everything[1])
+
+    def cases_of(backend, only=None, quick=False):
+        work = verify.command._work([backend], "cpu", only, quick)
+        assert {name for _, name in work} == {backend}
+        return [id(case) for case, _ in work]
+
+    batches, windows = ([id(case) for case in cases] for cases in everything)
+    assert cases_of("torch") == batches + windows
+    assert cases_of("torch", "decode") == batches
+    assert cases_of("torch", "prefill") == windows
+    quick, slow = cases_of("torch", quick=True), cases_of("triton")
+    assert cases_of("triton", quick=True) == quick
+    for case in everything[0] + everything[1]:
+        layout = (case.world_size, case.page_size)
+        assert (id(case) in quick) == (not case.large and layout == (4, 128) and case.index_q.shape[0] <= 8)
+        assert (id(case) in slow) == (not case.large and layout in ((4, 128), (2, 256)))
+
+
+@pytest.mark.parametrize("choice", [{}, {"only": "decode"}, {"quick": True}], ids=str)
+def test_a_backend_that_is_slow_here_is_announced(few_cases, capsys, monkeypatch, choice):
+    monkeypatch.setattr(dispatch, "resolve", lambda *_: None)
+    monkeypatch.setattr(verify.command, "_check", lambda *_: None)
+    assert verify.run("triton", "cpu", **choice) == 0
+    first = " ".join(capsys.readouterr().out.split())
+    assert first.startswith("triton: interpreted on a CPU") == (choice == {})
+    assert verify.run("torch", "cpu", **choice) == 0
+    assert "interpreted" not in capsys.readouterr().out
+
+
 def test_unknown_backends_and_devices_are_refused():
     with pytest.raises(ValueError, match="backend: must be one of"):
         verify.run("numpy", "cpu")

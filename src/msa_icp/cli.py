@@ -192,13 +192,24 @@ def verify(
         str | None, typer.Option(help="Only this backend; default: all that are there.")
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the tensors.")] = "cpu",
+    only: Annotated[
+        str | None, typer.Option(help="Only 'decode' batches or only 'prefill' windows; default: both.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Cases of up to 8 tokens on one layout (W = 4, P = 128).")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where a backend raised an exception.")
+    ] = False,
 ) -> int:
     """Compare every backend with the reference, on random and nasty cases."""
     from . import verify
 
     _device(device)
+    if only not in (None, *verify.KINDS):
+        raise UsageError(f"--only must be {' or '.join(verify.KINDS)}, was {only}")
     try:
-        return verify.run(backend, device)
+        return verify.run(backend, device, only=only, quick=quick, traces=traceback)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -25,6 +25,8 @@ import msa_icp
 from msa_icp import cuda_backend
 
 STATES = ("cold", "from the disk cache")
+COMPILER = "import and load of the compiler"
+"""What a process of the CUDA backend does once, with a cache or without: no op's row contains it."""
 WARMUP = "warmup of everything else"
 LAYOUT_WARMUP = "warmup of P128W4"
 RANKS = 4
@@ -33,7 +35,7 @@ TOGETHER = f"cold, {RANKS} processes at once"
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of the first call of an op, or of the compilation of a source."""
+    """Seconds of the first call of an op, of the compilation of a source, or of `COMPILER`."""
 
     what: str
     backend: str
@@ -48,15 +50,26 @@ def rows(device: torch.device, backends: Sequence[str]) -> Iterator[Row]:
     for backend in backends:
         with tempfile.TemporaryDirectory() as folder:
             for state in STATES:
+                _expect_cache(folder, backend, state)
                 for op, seconds in _in_processes(device, backend, folder)[0].items():
                     yield Row("first call", backend, op, state, round(seconds, 4))
     for backend in (*backends, "cake") if device.type == "cuda" else ():
         for processes in (1, RANKS):
             with tempfile.TemporaryDirectory() as folder:
                 for state in STATES if processes == 1 else (TOGETHER,):
+                    _expect_cache(folder, backend, state)
                     found = _in_processes(device, backend, folder, "warmup", processes=processes)
                     slowest = max(seconds[LAYOUT_WARMUP] for seconds in found)
                     yield Row("warmup", backend, LAYOUT_WARMUP, state, round(slowest, 4))
+
+
+def _expect_cache(folder: str, backend: str, state: str) -> None:
+    """A process that is timed as cold finds nothing, and the next one what the first left there."""
+    found = any(Path(folder).iterdir())
+    if found and state != STATES[1]:
+        raise RuntimeError(f"{folder} is not empty, so no call of {backend} would be cold")
+    if not found and state == STATES[1] and backend != "torch":
+        raise RuntimeError(f"nothing is in {folder}, so {backend} keeps its kernels elsewhere, or keeps none")
 
 
 def _in_processes(
@@ -89,10 +102,12 @@ def _in_processes(
 
 def first_calls(device: torch.device, backend: str) -> dict[str, float]:
     """Seconds of the first call of every op in this process, whose GPU is up, then of the warmup."""
-    from .host_time import Workload
-
     device = torch.empty(0, device=device).device  # with its index
     seconds: dict[str, float] = {}
+    if backend == "cuda":
+        _load_compiler(seconds)
+    from .host_time import Workload
+
     for op, call in Workload(device, backend).calls.items():
         with _timed(seconds, op):
             call()
@@ -114,11 +129,23 @@ def layout_warmup(device: torch.device, backend: str) -> dict[str, float]:
 def compilations() -> dict[str, float]:
     """Seconds of compiling the first kernel of every source of the CUDA backend, or of finding it on disk."""
     seconds: dict[str, float] = {}
+    _load_compiler(seconds)
     for kernel in cuda_backend.kernels():
         if kernel.variant.source not in seconds:
             with _timed(seconds, kernel.variant.source):
                 kernel.variant.compile()
     return seconds
+
+
+def _load_compiler(seconds: dict[str, float]) -> None:
+    """Take down what everything that is compiled or found on disk afterwards has ready."""
+    if "cuda.core" in sys.modules:
+        raise RuntimeError("the compiler is imported already, so its import cannot be timed")
+    with _timed(seconds, COMPILER):
+        import cuda.core.utils  # noqa: F401
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
 
 
 @contextmanager

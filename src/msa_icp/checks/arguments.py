@@ -102,8 +102,12 @@ def tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
     aligned: int = 1,
+    first: str = "",
 ) -> Tensor:
-    """A tensor of that dtype and shape; a string in `shape` names a free dimension."""
+    """A tensor of that dtype and shape; a string in `shape` names a free dimension.
+
+    `first` says for a reader where the first number of `shape` comes from, which may be what is wrong.
+    """
     if not isinstance(value, Tensor):
         refuse(name, "a torch.Tensor", type(value).__name__)
     if value.layout != torch.strided:
@@ -114,7 +118,9 @@ def tensor(
     if value.dim() != len(shape) or any(
         isinstance(want, int) and got != want for want, got in zip(shape, value.shape, strict=True)
     ):
-        refuse(name, f"of shape [{', '.join(map(str, shape))}]", list(value.shape))
+        blamed = first and value.dim() == len(shape) and value.shape[0] != shape[0]
+        source = f" (the first is {first})" if blamed else ""
+        refuse(name, f"of shape [{', '.join(map(str, shape))}]{source}", list(value.shape))
     if device is not None and value.device != device:
         refuse(name, f"on {device}", f"on {value.device}")
     if contiguous and not value.is_contiguous():
@@ -149,9 +155,11 @@ def separate_rows(name: str, value: Tensor) -> None:
             extent = stride * (size - 1) + extent
 
 
-def score_rows(name: str, value: Any, tokens: int | str, device: torch.device | None = None) -> Tensor:
-    """Score rows `[T, 4, K]` (contract, section 2)."""
-    rows = tensor(name, value, torch.float32, (tokens, NUM_HEADS, "columns"), device=device)
+def score_rows(
+    name: str, value: Any, tokens: int | str, device: torch.device | None = None, first: str = ""
+) -> Tensor:
+    """Score rows `[T, 4, K]` (contract, section 2); `first` as `tensor` takes it."""
+    rows = tensor(name, value, torch.float32, (tokens, NUM_HEADS, "columns"), device=device, first=first)
     unit_last_stride(name, rows)
     columns = rows.shape[2]
     if rows.stride(1) < columns:

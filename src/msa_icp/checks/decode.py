@@ -42,6 +42,9 @@ from .arguments import (
 )
 from .remember import remember
 
+_REQUESTS = "seq_lens.shape[0]"
+_TOKENS = "seq_lens.shape[0] * decode_query_len"
+
 
 def _same_device(index_q: Any) -> torch.device:
     if not isinstance(index_q, Tensor):
@@ -66,9 +69,11 @@ def decode_inputs(
     device = _same_device(index_q)
     lens = tensor("seq_lens", seq_lens, torch.int32, ("requests",), device=device, contiguous=True)
     requests = lens.shape[0]
-    tensor("index_q", index_q, FP8, (requests * query_len, NUM_HEADS, HEAD_DIM), contiguous=True, aligned=16)
+    of_tokens = (requests * query_len, NUM_HEADS, HEAD_DIM)
+    tensor("index_q", index_q, FP8, of_tokens, contiguous=True, aligned=16, first=_TOKENS)
     k_shard(index_k, shard, device)
-    table = tensor("block_table", block_table, torch.int32, (requests, "columns"), device=device)
+    of_requests = (requests, "columns")
+    table = tensor("block_table", block_table, torch.int32, of_requests, device=device, first=_REQUESTS)
     at_least("block_table", table, 1, 1)
     unit_last_stride("block_table", table)
     return shard
@@ -102,7 +107,7 @@ def decode_score(
         page_size=page_size,
         decode_query_len=query_len,
     )
-    rows = score_rows("score_out", score_out, seq_lens.shape[0] * query_len, index_q.device)
+    rows = score_rows("score_out", score_out, seq_lens.shape[0] * query_len, index_q.device, _TOKENS)
     columns = rows.shape[2]
     if rows.requires_grad:
         refuse("score_out.requires_grad", "False: it is written in place", True)

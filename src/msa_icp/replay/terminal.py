@@ -56,7 +56,7 @@ class _Bar:
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=console,
         )
-        self._task = self._bar.add_task("starting", total=steps, rates="")
+        self._task = self._bar.add_task("starting ranks, loading kernels", total=steps, rates="")
         self._start: float | None = None
         self._steps = self._decode_steps = 0  # as far as was heard
 

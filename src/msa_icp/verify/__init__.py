@@ -7,16 +7,18 @@ form, the merge. Scores may differ from the canonical ones by the bound of secti
 not at all where the sums are exact in FP32; everything after the scores is compared bit for bit.
 """
 
-from . import command, prefill
-from .command import run
+from . import command, decode, prefill
+from .command import KINDS, run
 from .comparison import BITWISE, Result, is_slow, no_exchange, no_prefill, padded
 from .decode import check_case, exchange, score_differences, score_truth, unsharded
 
 __all__ = [
     "BITWISE",
+    "KINDS",
     "Result",
     "check_case",
     "command",
+    "decode",
     "exchange",
     "is_slow",
     "no_exchange",

@@ -56,6 +56,15 @@ def padded(ids: Sequence[int]) -> list[int]:
     return [*ids, *[-1] * (16 - len(ids))]
 
 
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a backend in a case: the layout, what it said, and where it was raised."""
+
+    layout: str
+    message: str
+    trace: str
+
+
 @dataclass
 class Result:
     """One case on one backend, over the layouts that it ran with."""
@@ -68,6 +77,12 @@ class Result:
     merged: int = 0
     skipped: str = ""
     differences: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """For a reader."""
+        return "failed" if self.failures else str(len(self.differences) or "none")
 
     def compare(self, what: str, wrong: Tensor) -> int:
         """Count the compared elements; note how many differ, and where the first one is."""
