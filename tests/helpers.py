@@ -27,6 +27,16 @@ def interpreted_only_if(wanted: bool, backend: str, device: str) -> None:
         pytest.skip("too much for interpreted kernels")
 
 
+def wide_record(count: int, device: str) -> Tensor:
+    """`count` bytes that are spent only where they are touched.
+
+    On a CPU 2 GiB before them can be read, too: a kernel whose offset wraps reads zeros there and gives wrong
+    results, where it would end the process.
+    """
+    before = 1 << 31 if device == "cpu" else 0
+    return cases.sparse_bytes(before + count, device)[before:]
+
+
 def words_of(scores: Sequence[float] | Tensor, ids: Sequence[int]) -> list[int]:
     """The 32 words of a row, written as section 5 of the contract says: scores, ids, padding last."""
     raw = bits(torch.as_tensor(scores, dtype=torch.float32)).tolist() if len(ids) else []

@@ -1,9 +1,11 @@
 """Inputs that broke kernels like these in the field, by their number (classes 1 to 12, 14, 15, 17, 18, 20).
 
 Most of them are cases of `msa_icp.cases`, run here on every layout through the whole decode path: scores,
-received rows and merged ids of every rank against the reference, in both row forms and fused. Graph replay
-(13), lazy compilation (16) and the recorded prefill shapes (19) need what is not here yet; 14 is in
-test_storage.py, 15 in test_exchange.py and test_storage_processes.py, 17 in test_checks.py too.
+received rows and merged ids of every rank against the reference, in both row forms and fused. Graph replay (13)
+is in test_cuda.py, test_indexer_graphs.py and test_prefill_plan.py, 14 in test_storage.py, 15 in
+test_exchange.py and test_storage_processes.py, lazy compilation (16) in test_warmup.py, test_cuda.py and
+test_triton_compile.py, 17 in test_checks.py too, the recorded prefill shapes (19) in test_prefill_windows.py,
+test_prefill_plan.py and test_topk_select_prefill.py.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import HEADS, SHORT_SPIN, merge, publish, score
+from helpers import HEADS, SHORT_SPIN, interpreted_only_if, merge, publish, score, wide_record
 
 import msa_icp
 from msa_icp import cases, reference, verify
@@ -110,13 +112,13 @@ def test_06_no_selected_id_is_made_of_nan_bits(backend, device):
             assert got.tolist() == [[list(range(16))] * 2, [list(range(0, 32, 2))] * 2]
 
 
-@pytest.mark.large
 @pytest.mark.parametrize("pitch", [(1 << 20) + 16, 1 << 20], ids=["odd", "power of two"])
 @layouts
 def test_07_big_pitch_and_high_page_ids(backend, device, world_size, page_size, pitch):
     """A shard inside records of 1 MiB; pages whose byte offset passes 2**31 and 2**32."""
+    interpreted_only_if(backend == "triton", backend, device)
     rows, pages = page_size // world_size, 4200
-    record = cases.sparse_bytes(pages * pitch, device)
+    record = wide_record(pages * pitch, device)
     shard = record.view(FP8).as_strided((pages, rows, 128), (pitch, 128, 1))
     ids = [4199, 0, 2047, 2048, 4095, 4096, 1, 4198]
     case = cases.decode_case("", world_size, page_size, seq_lens=(8 * page_size,), keys=cases.exact)
