@@ -71,7 +71,7 @@ SIGNATURES = {
     "num_valid_pages": "seq_lens, decode_query_len, out=None",
     "backends": "device",
     "is_supported": "device",
-    "warmup": "device, backend='cake'",
+    "warmup": "device, backend='cake', *, page_size=None, world_size=None",
     "prepare_msa_icp_indexer": (
         "*, world_size, rank, num_index_heads, page_size, init_blocks, local_blocks, max_decode_tokens, "
         "max_decode_query_len, max_num_batched_tokens, max_num_seqs, max_model_len, num_sparse_layers, "

@@ -73,3 +73,21 @@ def test_a_grid_fits_its_axes():
             programs = work.grid[0] * (work.grid[1] if len(work.grid) > 1 else 1) - work.gaps
             assert programs % requests == 0
             assert programs >= requests
+
+
+@pytest.mark.parametrize(
+    ("requests", "tiles", "most"),
+    [
+        (1, 511, 16384),
+        (1, 512, 2048),
+        (16, 2048, 4096),
+        (31, 2048, 7936),
+        (32, 1844, 16384),
+        (32, 2048, 8192),
+        (256, 8, 16384),
+        (256, 2048, 8192),
+    ],
+)
+def test_programs_follow_the_table_only_so_far(requests, tiles, most):
+    """Of a table that is made for long contexts most tiles are nobody's."""
+    assert scorer.SCHEDULE.most_programs(requests, tiles) == most

@@ -49,7 +49,7 @@ class Schedule:
     """Tiles of a request from which on its table is long: most lengths are far below what it has room for. A
     few such requests have as many programs as keep the card busy, whatever the table."""
     long_table_programs: tuple[int, int] = (2048, 256)
-    """Of a launch, and of a request; the more of both, and no more than above."""
+    """Of a launch at least, and of a request; as long as that is fewer than `fewer_programs`."""
     gaps: int = 2
     """Programs a multiprocessor that only wait, every other of those that start first, in launches of more
     than one wave. They leave their places to programs that read while those beside them multiply."""
@@ -60,7 +60,8 @@ class Schedule:
         """Of a launch of requests of so many tiles each."""
         most = self.fewer_programs if requests * tiles >= self.many_tiles else self.programs
         least, each = self.long_table_programs
-        return min(most, max(least, each * requests)) if tiles >= self.long_table else most
+        few = tiles >= self.long_table and each * requests < self.fewer_programs
+        return min(most, max(least, each * requests)) if few else most
 
     def residents(self, target: Target, wide: bool) -> int:
         """Programs that start at once, given the 65536 registers of a multiprocessor."""
