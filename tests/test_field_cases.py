@@ -1,11 +1,11 @@
 """Inputs that broke kernels like these in the field, by their number (classes 1 to 12, 14, 15, 17, 18, 20).
 
 Most of them are cases of `msa_icp.cases`, run here on every layout through the whole decode path: scores,
-received rows and merged ids of every rank against the reference, in both row forms and fused. Graph replay (13)
-is in test_cuda.py, test_indexer_graphs.py and test_prefill_plan.py, 14 in test_storage.py, 15 in
-test_exchange.py and test_storage_processes.py, lazy compilation (16) in test_warmup.py, test_cuda.py and
-test_triton_compile.py, 17 in test_checks.py too, the recorded prefill shapes (19) in test_prefill_windows.py,
-test_prefill_plan.py and test_topk_select_prefill.py.
+received rows and merged ids of every rank against the reference, in both row forms and fused. The others:
+graph replay (13) in test_cuda.py, test_indexer_graphs.py and test_prefill_plan.py, 14 in test_storage.py,
+15 in test_exchange.py and test_storage_processes.py too, lazy compilation (16) in test_warmup.py,
+test_cuda.py and test_triton_compile.py, 17 in test_checks.py too, the recorded prefill shapes (19) in
+test_prefill_windows.py, test_prefill_plan.py and test_topk_select_prefill.py.
 """
 
 from __future__ import annotations

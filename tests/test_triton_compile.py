@@ -27,7 +27,7 @@ TARGETS = [str(target) for target in CUDA_TARGETS + HIP_TARGETS]
 
 def _start(*arguments: str) -> subprocess.Popen[str]:
     source = Path(__file__).parents[1] / "src"
-    path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(source)]))
     return subprocess.Popen(
         [sys.executable, __file__, *arguments],
         env=dict(os.environ, TRITON_INTERPRET="0", PYTHONPATH=path),

@@ -22,7 +22,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import bench, checks, compiled, decode, exchange, indexer, install, kernels, prefill, replay
+from . import (
+    bench,
+    checks,
+    compiled,
+    decode,
+    exchange,
+    indexer,
+    install,
+    kernels,
+    prefill,
+    replay,
+    triton_kernels,
+)
 from .fault import Mutant
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -79,6 +91,16 @@ CUDA_BASELINE = (
     "cuda-cpu and (every_form and (1-4-128 or 1-2-256) or not forms)",
 )
 
+TRITON_BASELINE = (
+    "test_triton_interpreted.py",
+    "test_decode_score_publish.py",
+    "test_field_cases.py",
+    "test_write_index_keys.py",
+    "test_triton_compile.py",
+    "-k",
+    "triton-cpu and (interpreted or rounds or test_07 or big_pitch) or compiles_for and 90",
+)
+
 MUTANTS = (
     decode.MUTANTS
     + exchange.MUTANTS
@@ -86,6 +108,7 @@ MUTANTS = (
     + compiled.MUTANTS
     + prefill.MUTANTS
     + kernels.MUTANTS
+    + triton_kernels.MUTANTS
     + indexer.MUTANTS
     + replay.MUTANTS
     + bench.MUTANTS
@@ -94,7 +117,7 @@ MUTANTS = (
 
 
 def run_tests(
-    copy: Path, tests: tuple[str, ...], *, emulated: bool = False
+    copy: Path, tests: tuple[str, ...], *, emulated: bool = False, interpreted: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """The tests against the sources in `copy`, up to the first failure."""
     files = [str(TESTS / word) if word.endswith(".py") else word for word in tests]
@@ -105,8 +128,8 @@ def run_tests(
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    environment.pop("TRITON_INTERPRET", None)  # the faults are in the torch backend, or in emulated kernels
     environment["EMULATE_CUDA"] = "1" if emulated else "0"
+    environment["TRITON_INTERPRET"] = "1" if interpreted else "0"
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],
         cwd=TESTS.parent,
@@ -142,7 +165,7 @@ def try_mutant(mutant: Mutant) -> tuple[str, str]:
         stale = plant(copy, mutant)
         if stale:
             return "STALE", stale
-        ended = run_tests(copy, mutant.tests, emulated=mutant.emulated)
+        ended = run_tests(copy, mutant.tests, emulated=mutant.emulated, interpreted=mutant.interpreted)
     failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     seconds = f"{time.monotonic() - began:.1f} s"
     if ended.returncode == 1:
@@ -169,7 +192,11 @@ def without_fault(*, tested: bool) -> bool:
         if tested:
             print("tested before")
             return True
-        runs = [run_tests(copy, BASELINE), run_tests(copy, CUDA_BASELINE, emulated=True)]
+        runs = [
+            run_tests(copy, BASELINE),
+            run_tests(copy, CUDA_BASELINE, emulated=True),
+            run_tests(copy, TRITON_BASELINE, interpreted=True),
+        ]
     print("; ".join(ended.stdout.strip().splitlines()[-1] for ended in runs))
     for ended in runs:
         if ended.returncode != 0:

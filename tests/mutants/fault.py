@@ -14,6 +14,8 @@ class Mutant:
     tests: tuple[str, ...]
     emulated: bool = False
     """A fault in a CUDA kernel, whose tests run over the emulator."""
+    interpreted: bool = False
+    """A fault in a Triton kernel, whose tests run interpreted."""
 
 
 SCORE_TESTS = ("test_decode_index_score_sharded.py", "-k", "not million")

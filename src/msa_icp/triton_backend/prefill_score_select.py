@@ -54,7 +54,8 @@ def _list(sink, place, n):
     item, part = place
     slot = item + tl.program_id(0)
     address = pool + slot.to(tl.int64) * SLOT_KEYS + part * n.shape[0] + n
-    # Compared as vectors: of one truth value for all, Triton 3.9's interpreter makes an integer, which masks nothing.
+    # Compared as vectors: Triton's interpreter makes integers of one truth value for all, and 3.9 takes no
+    # mask of integers.
     return address, tl.broadcast_to(slot, n.shape) < slots
 
 

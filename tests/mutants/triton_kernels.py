@@ -1,0 +1,94 @@
+"""Faults of the Triton kernels, whose tests run interpreted, or look at what the compiler made of them."""
+
+from __future__ import annotations
+
+from .fault import Mutant
+
+SCORER = "triton_backend/decode_index_score_sharded.py"
+WAITING = "triton_backend/waiting.py"
+PUBLISH = "triton_backend/topk_select_publish.py"
+
+COMPILED_TESTS = ("test_triton_compile.py", "-k", "compiles_for and 90")
+EARLY_TESTS = ("test_triton_interpreted.py", "-k", "early")
+POLLS_TESTS = ("test_triton_interpreted.py", "-k", "polls")
+ROUNDS_TESTS = ("test_decode_score_publish.py", "-k", "triton-cpu and rounds")
+PITCH_TESTS = ("test_field_cases.py", "-k", "triton-cpu and test_07 and 4-128")
+WRITE_PITCH_TESTS = ("test_write_index_keys.py", "-k", "triton-cpu and big_pitch")
+
+MUTANTS = (
+    Mutant(
+        "a Triton kernel signals without an order of memory",
+        ((WAITING, 'value, sem="release", scope="sys"', 'value, sem="relaxed", scope="gpu"'),),
+        COMPILED_TESTS,
+    ),
+    Mutant(
+        "a Triton kernel says that a row is there before it stores it",
+        (
+            (
+                PUBLISH,
+                "            tl.store(row + place, bits)\n",
+                "            signal(row + READY_AT, IS_READY)\n",
+            ),
+            (
+                PUBLISH,
+                "tl.store(row + TOP + place, ids)\n            signal(row + READY_AT, IS_READY)\n",
+                "tl.store(row + place, bits)\n            tl.store(row + TOP + place, ids)\n",
+            ),
+        ),
+        COMPILED_TESTS,
+    ),
+    Mutant(
+        "a Triton kernel polls on after a failure",
+        ((WAITING, "!= 0, 1, spin_limit)", "!= 0, spin_limit, spin_limit)"),),
+        POLLS_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a Triton kernel forgets the best of earlier rounds",
+        (("triton_backend/decode_score_publish.py", "if first_column > 0:", "if first_column < 0:"),),
+        ROUNDS_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a Triton scorer's 32-bit offset",
+        ((SCORER, "page.to(tl.int64) * page_pitch", "(page * page_pitch).to(tl.int64)"),),
+        PITCH_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a 32-bit offset where a Triton kernel writes keys",
+        (
+            (
+                "triton_backend/write_index_keys.py",
+                "page.to(tl.int64) * page_pitch",
+                "(page * page_pitch).to(tl.int64)",
+            ),
+        ),
+        WRITE_PITCH_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a Triton program that starts early reads new keys",
+        ((SCORER, "        if history == 0:\n            wait_for_predecessor(DEPENDENT)\n", ""),),
+        EARLY_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a Triton program of a later wave does not wait",
+        (
+            (
+                SCORER,
+                "        else:\n            wait_for_predecessor(DEPENDENT)\n",
+                "        else:\n",
+            ),
+        ),
+        EARLY_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a Triton scorer's gaps have no programs of their own",
+        ((SCORER, "grid = (tiles * requests + gaps,)", "grid = (tiles * requests,)"),),
+        EARLY_TESTS,
+        interpreted=True,
+    ),
+)
