@@ -62,7 +62,11 @@ def produce_kernel(
     tl.store(index_q + token * QUERY + byte, tl.load(new_q + token * QUERY + byte))
     row = tl.load(key_rows + token)
     dim = tl.arange(0, DIM)
-    tl.store(index_k + row * DIM + dim, tl.load(new_keys + token * DIM + dim), mask=(dim >= 0) & (row >= 0))
+    tl.store(
+        index_k + row * DIM + dim,
+        tl.load(new_keys + token * DIM + dim),
+        mask=tl.broadcast_to(row, dim.shape) >= 0,
+    )
 
     # What the other ranks do meanwhile. A row of theirs is there already but for its tag, or its ready word.
     HEADS_PER_RANK: tl.constexpr = HEADS // RANKS

@@ -7,6 +7,7 @@ is a struct of 64-bit words, `Arguments`. What is loaded is kept here; `launcher
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import re
 import threading
@@ -126,9 +127,7 @@ def _sum(pattern: str, log: str, *, needed: bool = True) -> int:
 def _cuda_core() -> Any:
     """`cuda.core`. A second thread that imports it at the same time can see it half made, and raise."""
     with _importing:
-        import cuda.core
-
-    return cuda.core
+        return importlib.import_module("cuda.core")
 
 
 @functools.cache
