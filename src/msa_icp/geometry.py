@@ -10,7 +10,7 @@ one key of a page that this rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -34,7 +34,7 @@ MAX_QUERY_ROWS = 32
 """Query rows (tokens times heads) of one request that a decode call takes."""
 WORLD_SIZES = (2, 4)
 PAGE_SIZES = (128, 256)
-Layouts = Iterable[tuple[int, int]]
+Layouts = Collection[tuple[int, int]]
 """Page sizes with world sizes: what kernels are compiled for."""
 LAYOUTS = tuple(product(PAGE_SIZES, WORLD_SIZES))
 """All of them."""

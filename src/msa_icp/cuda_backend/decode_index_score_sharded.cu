@@ -134,9 +134,9 @@ __device__ __forceinline__ void score(const Arguments& with) {
       } else {
         float(*team)[kRows] = &of_piece[piece % 2][warp / kPagePieces * kPagePieces];
         if (lane < 4) {
-  #pragma unroll
+#pragma unroll
           for (int group = 0; group < kGroups; ++group) {
-  #pragma unroll
+#pragma unroll
             for (int i = 0; i < 2; ++i) team[warp % kPagePieces][group * kGroup + lane * 2 + i] = best.of[group][i];
           }
         }
@@ -144,7 +144,7 @@ __device__ __forceinline__ void score(const Arguments& with) {
         const bool stores = warp % kPagePieces == piece % kPagePieces && column < written;
         if (stores && lane < kHeads * static_cast<int>(with.query_len)) {
           float most = team[0][lane];
-  #pragma unroll
+#pragma unroll
           for (int other = 1; other < kPagePieces; ++other) most = larger(most, team[other][lane]);
           scores[column] = most + 0.0f;  // -0.0 becomes +0.0
         }

@@ -1,4 +1,4 @@
-// Programmatic dependent launch. Both do nothing in a launch without it.
+// Programmatic dependent launch. The first two do nothing in a launch without it.
 
 // Every earlier kernel of the stream has ended, and what it wrote is there. Every thread, on every path, calls
 // this before it ends: otherwise nothing orders the kernel after the next.
