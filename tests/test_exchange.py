@@ -288,6 +288,22 @@ def test_a_living_rank_that_went_on_is_not_blamed(backend, device):
     assert_failed(group[0].errors, TOKENS, 0, 1 << 2, range(TOKENS))
 
 
+def test_only_ranks_that_went_on(backend, device):
+    """All rows had come, two were overwritten before we looked: nobody was missing, but the rows are lost."""
+    group = group_of(4, device)
+    for step in range(2):
+        for rank in range(4) if step == 0 else (1, 3):
+            put(group, rank, step_scores(4, step), backend, tagged=True)
+    got = take(group, 0, backend, tagged=True, spin_limit=SHORT_SPIN)
+    assert (got == -1).all()
+    assert_failed(group[0].errors, TOKENS, 0, 0, range(TOKENS))
+    with pytest.raises(
+        msa_icp.IcpTimeoutError, match="had failed before went on and has overwritten"
+    ) as caught:
+        group[0].check()
+    assert caught.value.ranks == ()
+
+
 @forms
 def test_the_first_failure_stays(backend, device, tagged):
     group = group_of(2, device)

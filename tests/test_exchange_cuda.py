@@ -179,10 +179,14 @@ def test_a_rank_is_killed_with_kernels_in_flight(place, world_size, dead, tagged
     )
     assert results[dead] is None
     assert results[world_size] == {"again": 0}
-    for found in results[:dead] + results[dead + 1 : world_size]:
-        ranks, count, _ = found["error"]
-        assert dead in ranks  # and another, where that one has failed a layer earlier
-        assert count > 0
+    living = results[:dead] + results[dead + 1 : world_size]
+    named = [found["error"][0] for found in living]
+    assert any(dead in ranks for ranks in named)
+    for found, ranks in zip(living, named, strict=True):
+        # With the dead one perhaps another, which has failed a layer earlier; or nobody, where all rows had
+        # come and such another has overwritten its own.
+        assert dead in ranks or not ranks, named
+        assert found["error"][1] > 0
         assert found["seconds"] < 20
         assert found["usable"] == 10
         assert found["again"] == 0

@@ -24,15 +24,19 @@ class IcpTimeoutError(RuntimeError):
 
     Attributes:
         slot: slot set of the first failed wait.
-        ranks: the ranks that were missing in it.
+        ranks: the ranks that were missing in it. Empty if each has been here and one has gone on after a
+            failure of its own, which overwrote its row: that one's error names who was missing.
         count: (token, head) rows that failed since the last reset.
         token: token of the first failed wait.
     """
 
     def __init__(self, slot: int, ranks: tuple[int, ...], count: int, token: int) -> None:
-        who = "rank " + ", ".join(map(str, ranks)) if ranks else "an unknown rank"
+        if ranks:
+            what = f"rank {', '.join(map(str, ranks))} did not come within the spin limit"
+        else:
+            what = "a rank that had failed before went on and has overwritten its row; its own error says why"
         super().__init__(
-            f"slot set {slot}: {who} did not come within the spin limit, first at token {token}; "
+            f"slot set {slot}: {what}, first at token {token}; "
             f"{count} (token, head) rows failed. Reset the receive storage on every rank, or create it "
             "anew without the missing ones, before the next step"
         )
