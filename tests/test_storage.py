@@ -183,7 +183,7 @@ def test_check_is_silent_when_nothing_failed(group):
     [
         ([3, 2, 0b10, 4], (1,), "rank 1 "),
         ([1, 1, 0b11, 0], (0, 1), "rank 0, 1"),
-        ([7, 3, 0, 2], (), "unknown"),
+        ([7, 3, 0, 2], (), "has overwritten its row"),
     ],
 )
 def test_check_says_what_failed(group, words, ranks, text):

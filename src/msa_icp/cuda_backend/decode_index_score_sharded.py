@@ -67,28 +67,38 @@ class Schedule:
     """Groups of eight query rows (1, 2 or 4), rounds of a launch, and from there on form and a CTA's rounds;
     ascending."""
     many_rounds: int = 65536
-    most_ctas: int = 4096
+    most_ctas: int = 6336
     """Launches of as many rounds, or more, have no more CTAs: a CTA without a round costs a nanosecond."""
-    long_table: int = 512
-    """Rounds of a request from which on its table is long: most lengths are far below what it has room for. A
-    few such requests have as many CTAs as keep the card busy, whatever the table."""
+    few_requests: int = 32
+    long_table: int = 256
+    long_tables: int = 2048
+    """Fewer requests than that, of as many rounds each and as many in all: tables so long that most lengths are
+    far below what they have room for. Such a launch has as many CTAs as keep the card busy, whatever the room."""
     long_table_ctas: tuple[int, int] = (512, 128)
-    """Of a launch at least, and of a request; as long as that is fewer than `most_ctas`."""
+    """Of such a launch at least, and of a request."""
+    least_rounds: int = 3
+    """Of a CTA of such a request: with fewer its start weighs too much."""
+    whole_waves: int = 4096
+    """Such launches of as many rounds, or more, have a multiple of the CTAs that the card holds at a time."""
     gaps_below: int = 32768
     """Launches of as many rounds, or more, have no gaps."""
 
-    def cut(self, groups: int, requests: int, rounds: int) -> tuple[Form, int]:
+    def cut(self, groups: int, requests: int, rounds: int, multiprocessors: int) -> tuple[Form, int]:
         """The form for a launch of requests of so many rounds each, and the rounds of a CTA."""
         total = requests * rounds
-        least, each = self.long_table_ctas
-        few = rounds >= self.long_table and each * requests < self.most_ctas
+        few = requests < self.few_requests and rounds >= self.long_table and total >= self.long_tables
         form, own = [
             (form, own)
             for count, begin, form, own in self.forms
             if count == groups and (few or total >= begin)
         ][-1]
         if few:
-            own = int(ceil_div(total, max(least, each * requests)))
+            least, each = self.long_table_ctas
+            ctas = max(least, min(each, rounds // self.least_rounds) * requests)
+            if total >= self.whole_waves:
+                held = form.resident * multiprocessors
+                ctas = int(ceil_div(ctas, held)) * held
+            own = int(ceil_div(total, ctas))
         elif total >= self.many_rounds and form.stages > 1:
             own = int(ceil_div(total, self.most_ctas))
         return form, own
@@ -162,7 +172,7 @@ def plan(
     groups = _groups(query_len)
     page_size, world_size = layout
     rounds = int(ceil_div(columns * (page_size // world_size), _ROUND_ROWS))
-    form, own = schedule.cut(groups, requests, rounds)
+    form, own = schedule.cut(groups, requests, rounds, Kernel.multiprocessors(device))
     stride = int(ceil_div(rounds, own))
     ctas = stride * requests
     gaps = 0
