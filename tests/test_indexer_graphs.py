@@ -128,6 +128,8 @@ def test_a_graph_reads_the_buffers_anew(backend, device, stand_in):
     ranks, later = (
         Decode(batch(seq_lens=lens), backend, device) for lens in ((300, 40, 2100), (2100, 40, 300))
     )
+    for plan in ranks.plans:
+        plan.warmup()
     caches = Caches(ranks, capture_after=0)
     steps = caches.begin(tagged=True)
     run_layer(steps, 0, ranks.queries, ranks.keys, 0)

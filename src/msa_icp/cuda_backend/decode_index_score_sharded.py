@@ -51,7 +51,7 @@ class Schedule:
         (1, 0, Form(1, 7, 2, False, 1), 1),
         (1, 128, Form(2, 5, 2, False, 1), 1),
         (1, 512, Form(1, 8, 2, False, 4), 1),
-        (1, 8192, _MANY[1], 3),
+        (1, 4096, _MANY[1], 3),
         (1, 32768, _MANY[1], 6),
         (2, 0, Form(1, 5, 2, False, 2), 1),
         (2, 1024, _MANY[2], 2),
@@ -72,8 +72,8 @@ class Schedule:
     few_requests: int = 32
     long_table: int = 256
     long_tables: int = 2048
-    """Fewer requests than that, of as many rounds each and as many in all: tables so long that most lengths are
-    far below what they have room for. Such a launch has as many CTAs as keep the card busy, whatever the room."""
+    """Fewer requests than that, of as many rounds each and as many in all: tables so long that most lengths
+    are far below what they have room for. Such a launch has the CTAs that keep the card busy."""
     long_table_ctas: tuple[int, int] = (512, 128)
     """Of such a launch at least, and of a request."""
     least_rounds: int = 3
