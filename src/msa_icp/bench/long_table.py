@@ -20,7 +20,11 @@ from .decode_score import LAYOUTS, SIZES, Size, Workload
 from .measure import chain_bytes, time_chain
 
 CONTEXTS = (131072, 1048576)
-MORE_SIZES = (Size("256 x 256", (256,) * 256),)
+MORE_SIZES = (
+    Size("256 x 256", (256,) * 256),
+    Size("4 x 256K", (262144,) * 4),
+    Size("1 x 256K, 7 x 2K", (262144, *(2048,) * 7)),
+)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,12 +53,13 @@ class Schedule:
         (1, 4096, _MANY[1], 3),
         (1, 32768, _MANY[1], 6),
         (2, 0, Form(1, 5, 2, False, 2), 1),
-        (2, 1024, _MANY[2], 2),
+        (2, 2048, _MANY[2], 2),
         (2, 4096, _MANY[2], 4),
         (2, 8192, _MANY[2], 5),
         (2, 32768, _MANY[2], 8),
         (4, 0, Form(1, 6, 1, True, 2), 1),
-        (4, 1024, _MANY[4], 2),
+        (4, 1024, Form(1, 6, 1, True, 4), 1),
+        (4, 2048, _MANY[4], 2),
         (4, 4096, _MANY[4], 4),
         (4, 8192, _MANY[4], 5),
         (4, 32768, _MANY[4], 8),
@@ -113,9 +113,13 @@ def _groups(query_len: int) -> int:
     return needed if needed < 3 else MAX_QUERY_ROWS // _GROUP_ROWS
 
 
-@functools.cache
 def kernel_for(layout: tuple[int, int], groups: int, form: Form) -> Kernel:
-    """The kernel for a layout (page size, world size), query groups, and a form."""
+    """The kernel for a layout (page size, world size), query groups, and a form, whatever its gaps."""
+    return _kernel_for(layout, groups, replace(form, gaps=0))
+
+
+@functools.cache
+def _kernel_for(layout: tuple[int, int], groups: int, form: Form) -> Kernel:
     page_size, world_size = layout
     constants = {
         "PAGE": page_size,
@@ -132,9 +136,8 @@ def kernel_for(layout: tuple[int, int], groups: int, form: Form) -> Kernel:
 
 def kernels(layouts: Layouts) -> Iterator[Kernel]:
     """Every kernel that a call may need."""
-    forms = dict.fromkeys((groups, form) for groups, _, form, _ in SCHEDULE.forms)
-    for layout, (groups, form) in product(layouts, forms):
-        yield kernel_for(layout, groups, form)
+    for layout in layouts:
+        yield from dict.fromkeys(kernel_for(layout, groups, form) for groups, _, form, _ in SCHEDULE.forms)
 
 
 @dataclass(frozen=True)
