@@ -57,7 +57,7 @@ def part(
             if maker not in made:
                 work = made[maker] = maker(pool, [context] * requests, layout, layers)
                 if maker is batch.sharded:
-                    read = _plain_read(rank, reader, work.layers)
+                    read = _plain_read(rank, reader, work)
             for backend, gate in gates.items():
                 exchanged = storage if maker is batch.sharded else None
                 how: dict[str, Any] = {"storage": exchanged, "spin_limit": gate.spin_limit}
@@ -74,11 +74,14 @@ def part(
     storage.close()
 
 
-def _plain_read(rank: Rank, reader: ruler.Ruler | None, layers: list[Tensor]) -> float | None:
-    """Microseconds of the plain read of as many bytes on the slowest rank, all reading at once."""
-    if reader is None:
+def _plain_read(rank: Rank, reader: ruler.Ruler | None, work: Batch) -> float | None:
+    """Microseconds of the plain read of as many bytes on the slowest rank, all reading at once.
+
+    None where the pool is smaller than what a launch reads: the read would be of fewer bytes.
+    """
+    buffers = [keys.view(torch.uint8).flatten() for keys in work.layers]
+    if reader is None or buffers[0].numel() < work.k_bytes:
         return None
-    buffers = [keys.view(torch.uint8).flatten() for keys in layers]
     slowest: float = max(rank.gather(reader.time(buffers)[0]))
     return slowest
 
