@@ -217,6 +217,18 @@ MUTANTS = (
         emulated=True,
     ),
     Mutant(
+        "a kernel copies the first of a wide row's batches alone",
+        (
+            (
+                "cuda_backend/topk_select_publish.cu",
+                "column < row.columns; column += kThreads) copy_word",
+                "column < kBatch; column += kThreads) copy_word",
+            ),
+        ),
+        KERNEL_SELECT_TESTS,
+        emulated=True,
+    ),
+    Mutant(
         "a kernel publishes the score of its key where that is -inf",
         (
             (

@@ -161,7 +161,7 @@ class Kernel:
         """`words` of arguments, `shared_bytes` of dynamic shared memory.
 
         `takes_query`: the first two words are the addresses of the query and the K shard.
-        `spread`: the kernel uses no dynamic shared memory, and is given as much as keeps its CTAs apart.
+        `spread`: the kernel is given as much dynamic shared memory as keeps its CTAs apart, used or not.
         """
         if spread and shared_bytes:
             raise ValueError("a kernel that is spread has no dynamic shared memory of its own")

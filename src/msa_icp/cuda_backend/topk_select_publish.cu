@@ -8,8 +8,10 @@
 // the floor than the list holds, of equal scores, say, is narrowed down by the classes of its columns instead.
 //
 // The first scores are read before it is known how many of them there are. Columns below `columns` can always be read.
+// Those of a wide row that follow are copied into shared memory, all at once, where the launch has room for them: read
+// batch after batch each would take as long as all of them.
 //
-// Launch: CTAs (tokens, heads), kThreads threads.
+// Launch: CTAs (tokens, heads), kThreads threads, any dynamic shared memory.
 
 #include "device/ptx/launch.cuh"
 #include "device/ranking.cuh"
@@ -107,6 +109,16 @@ struct Batch {
     for (int i = 0; i < kAtOnce; ++i) {
       const int column = first + i * kThreads;
       read[i] = load_where(column < end, scores + column, minus_infinity());
+    }
+  }
+
+  // The same of a row in shared memory, in which this thread has copied its columns.
+  __device__ __forceinline__ void take_kept(const float* kept, int from, int end) {
+    first = from + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int column = first + i * kThreads;
+      read[i] = column < end ? kept[column] : minus_infinity();
     }
   }
 
@@ -216,15 +228,34 @@ __device__ __forceinline__ void narrow(Shared& shared, const Row& row) {
   }
 }
 
+// Copies this thread's columns into shared memory and waits for them; null where the launch has no room for the row.
+__device__ __forceinline__ const float* keep(const Row& row) {
+  if (dynamic_shared_bytes() < row.columns * static_cast<int>(sizeof(float))) return nullptr;
+  float* const kept = reinterpret_cast<float*>(dynamic_shared());
+#pragma unroll 4
+  for (int column = threadIdx.x; column < row.columns; column += kThreads) copy_word(kept + column, row.scores + column);
+  wait_for_copies();
+  return kept;
+}
+
 // Lists the keys of the row's best 16 columns, and some more; how many. `batch` is the first one.
 __device__ __forceinline__ int list_best(Shared& shared, const Row& row, Batch& batch) {
   float own = batch.best(row);
   const int batches = (row.columns + kBatch - 1) / kBatch;
+  const float* kept = nullptr;
+  const auto take = [&](int from) {
+    if (kept != nullptr) {
+      batch.take_kept(kept, from, row.columns);
+    } else {
+      batch.take(row.scores, from, row.columns);
+    }
+  };
   if (__builtin_expect(batches > 1, false)) {
+    kept = keep(row);
     shared.best_of_batch[0][threadIdx.x] = own;
 #pragma unroll 1
     for (int i = 1; i < batches; ++i) {
-      batch.take(row.scores, i * kBatch, row.columns);
+      take(i * kBatch);
       const float best = batch.best(row);
       shared.best_of_batch[i][threadIdx.x] = best;
       own = larger(own, best);
@@ -240,7 +271,7 @@ __device__ __forceinline__ int list_best(Shared& shared, const Row& row, Batch& 
 #pragma unroll 1
         while (i < batches && !(shared.best_of_batch[i][threadIdx.x] >= floor)) ++i;
         if (i == batches) break;
-        batch.take(row.scores, i * kBatch, row.columns);
+        take(i * kBatch);
         batch.best(row);
       }
       batch.list(shared, row, floor);

@@ -36,6 +36,31 @@ inline void make_ready(T*&) {}
 
 inline void make_ready(long long&) {}
 
+// Every other CTA has none: a kernel that asks how much there is does without it, too.
+inline int dynamic_shared_bytes() { return (blockIdx.x + blockIdx.y) % 2 ? 0 : 227 * 1024; }
+
+struct WordCopy {
+  float *to, value;
+};
+
+inline std::vector<WordCopy>& word_copies() {
+  static thread_local std::vector<WordCopy> of_threads[emulator::kMostThreads];
+  return of_threads[emulator::current];
+}
+
+// Until this thread waits there is something else.
+inline void copy_word(float* to, const float* from) {
+  word_copies().push_back({to, load(from)});
+  *to = 1e30f;
+  ++emulator::copies_in_flight;
+}
+
+inline void wait_for_copies() {
+  for (const WordCopy& copy : word_copies()) *copy.to = copy.value;
+  emulator::copies_in_flight -= static_cast<int>(word_copies().size());
+  word_copies().clear();
+}
+
 inline void store_shared(unsigned char* to, unsigned value) { store(reinterpret_cast<unsigned*>(to), value); }
 
 inline int add_shared(int* word, int value) {

@@ -90,6 +90,23 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
   return memory;
 }
 
+// How much of it the launch has.
+__device__ __forceinline__ int dynamic_shared_bytes() {
+  int bytes;
+  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+  return bytes;
+}
+
+// Starts a copy into shared memory that keeps no register waiting.
+__device__ __forceinline__ void copy_word(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// What this thread has copied with `copy_word` is there for it, and for nobody else yet.
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 __device__ __forceinline__ void store_shared(unsigned char* to, unsigned value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared_address(to)), "r"(value) : "memory");
 }
