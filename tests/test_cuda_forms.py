@@ -132,7 +132,7 @@ def test_no_launch_is_too_large_for_a_device(few_multiprocessors, requests, colu
             rounds = -(-columns * (layout[0] // layout[1]) // 128)
             assert work.ctas <= min(2**31 - 1, max(2 * requests * rounds, 1))
             if requests * rounds >= 65536:
-                assert work.ctas - work.gaps <= max(2 * scorer.SCHEDULE.most_ctas, requests)
+                assert work.ctas - work.gaps <= max(scorer.SCHEDULE.most_ctas, requests)
 
 
 def late_batch(world_size, page_size, query_len):

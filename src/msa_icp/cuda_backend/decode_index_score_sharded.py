@@ -98,10 +98,11 @@ class Schedule:
             if total >= self.whole_waves:
                 held = form.resident * multiprocessors
                 ctas = int(ceil_div(ctas, held)) * held
-            own = int(ceil_div(total, ctas))
         elif total >= self.many_rounds and form.stages > 1:
-            own = int(ceil_div(total, self.most_ctas))
-        return form, own
+            ctas = self.most_ctas
+        else:
+            return form, own
+        return form, int(ceil_div(rounds, max(1, ctas // requests)))
 
 
 SCHEDULE = Schedule()
