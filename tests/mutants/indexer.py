@@ -28,6 +28,17 @@ MUTANTS = (
         (*FACADE_TESTS, "-k", "missing_peer"),
     ),
     Mutant(
+        "dependent launch is no part of a launch's key",
+        (("cuda_backend/launcher.py", "return self._dependent, *super().key()", "return super().key()"),),
+        ("test_indexer_graphs.py", "-k", "start_early"),
+        emulated=True,
+    ),
+    Mutant(
+        "a traced call takes any comm",
+        (("indexer/plan.py", 'comm_fields(arguments["comm"], self.limits, self.device)', "pass"),),
+        ("test_indexer_compiled.py", "-k", "not_the_plans"),
+    ),
+    Mutant(
         "every window is planned into the same words",
         (("indexer/plan.py", "self.work_info[place]", "self.work_info[0]"),),
         (*FACADE_TESTS, "-k", "plan_of_its_own"),

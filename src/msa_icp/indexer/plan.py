@@ -14,7 +14,7 @@ from ..geometry import LEGACY_WORDS, NUM_HEADS
 from ..launches import Launch, launch
 from ..prefill_plan import MSAIcpScorePlan
 from . import chains, rules
-from .comm import CheckedComm, Comm
+from .comm import CheckedComm, Comm, comm_fields
 from .graphs import MSAIcpLayerGraphs
 from .limits import Limits
 from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
@@ -252,6 +252,8 @@ class MSAIcpIndexerPlan:
 
     def _decode(self, *tensors: Any, **arguments: Any) -> None:
         if is_dynamo_compiling():
+            # Nothing else ties the rows that a publish writes to this plan's capacity.
+            comm_fields(arguments["comm"], self.limits, self.device)
             chains.decode(self, *tensors, **arguments)
         else:
             launch(self.record_decode(*tensors, **arguments))
