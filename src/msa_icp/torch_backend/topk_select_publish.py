@@ -54,13 +54,12 @@ def topk_select_publish(
         return memory(address, (tokens, width), dtype)
 
     if generations is not None:
+        targets = [destination(head, geometry.TAGGED_WORDS, torch.int64) for head in range(heads)]
         counters = generations[slot, :, :tokens]
         counters += 1
-        for head in range(heads):
+        for head, target in enumerate(targets):
             # Aligned 64-bit lanes: each word and its tag become visible together.
-            destination(head, geometry.TAGGED_WORDS, torch.int64).copy_(
-                rows.tag(words[:, head], counters[head])
-            )
+            target.copy_(rows.tag(words[:, head], counters[head]))
         return
 
     targets = [destination(head, geometry.LEGACY_WORDS, torch.int32) for head in range(heads)]
