@@ -63,6 +63,11 @@ def test_defaults_change_no_bit(backend, device, name, default):
     expected = usual.function(**usual.arguments)
     with DEFAULTS[default]():
         got = unusual.function(**unusual.arguments)
+    assert_same_results(usual, expected, unusual, got)
+
+
+def assert_same_results(usual, expected, unusual, got):
+    """Two calls returned and wrote the same."""
     if isinstance(expected, (int, dict)):
         assert got == expected
     before, after = results(usual, expected), results(unusual, got)
@@ -73,6 +78,29 @@ def test_defaults_change_no_bit(backend, device, name, default):
     for parts in itertools.chain(*groups):
         parts[PARTS.index("errors")] = parts[PARTS.index("errors")][:3]  # as above
     assert_same(*groups)
+
+
+FLOATS = {
+    "score": "index_q index_k",
+    "publish": "scores",
+    "fused": "index_q index_k",
+    "write": "keys",
+    "prefill-score": "q k",
+    "prefill-select": "scores",
+    "prefill-fused": "q k",
+}
+
+
+@pytest.mark.parametrize(("name", "arguments"), FLOATS.items(), ids=lambda value: value.replace(" ", "-"))
+def test_inputs_that_require_a_gradient_change_no_bit(backend, device, name, arguments):
+    """A query that comes out of a projection whose weights have not been frozen."""
+    if reason := unserved(name, backend, device):
+        pytest.skip(reason)
+    usual, unusual = CALLS[name](device, backend), CALLS[name](device, backend)
+    expected = usual.function(**usual.arguments)
+    for argument in arguments.split():
+        unusual.arguments[argument].requires_grad_()
+    assert_same_results(usual, expected, unusual, unusual.function(**unusual.arguments))
 
 
 @pytest.mark.parametrize("default", DEFAULTS)
