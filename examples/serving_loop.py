@@ -113,7 +113,11 @@ class Rank:
             tagged=True,
             decode_query_len=1,
         )
-        self.pool = self.empty(*self.indexer.prefill_pool_shape(), dtype=torch.uint8)
+        self.pool = self.scratch = None  # of prefill in one launch, or in two, whichever takes less time here
+        if self.indexer.fused_prefill:
+            self.pool = self.empty(*self.indexer.prefill_pool_shape(), dtype=torch.uint8)
+        else:
+            self.scratch = self.empty(*self.indexer.prefill_scratch_shape(), dtype=torch.float32)
         self.carriers = self.empty(*self.indexer.prefill_carrier_shape())
         self.blocks = self.empty(CHUNK, HEADS // WORLD, TOP_K)
 
@@ -135,7 +139,7 @@ class Rank:
         self.received = self.carriers[1].view(WORLD, HEADS // WORLD, CHUNK, -1)[:, :, :count]
         self.prefill = self.indexer.prepare_prefill_step(
             [(0, count, self.table[ROW:], window)],
-            None,
+            self.scratch,
             valid,
             self.send,
             self.received,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from loading import ROOT, example
 
-from msa_icp import reference
+from msa_icp import indexer, reference
 from msa_icp.indexer import MSAIcpDecodeStep, MSAIcpPrefillStep
 
 DEVICES = [
@@ -21,6 +21,22 @@ def test_the_serving_loop_proves_itself(device, capsys):
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"4 ranks on {device}: 6 steps of 57 layers in ")
     assert last == "36 rows compared with the reference, none differs"  # 6 steps, 3 of them with a chunk
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_serving_loop_takes_the_form_that_the_indexer_names(fused, monkeypatch, capsys):
+    launched = []
+    monkeypatch.setattr(indexer.rules, "fused_prefill", lambda *_: fused)
+    local = MSAIcpPrefillStep.local
+
+    def noting(step, *tensors):
+        launched.extend(one.name for one in step.record_local(*tensors))
+        local(step, *tensors)
+
+    monkeypatch.setattr(MSAIcpPrefillStep, "local", noting)
+    example("serving_loop").main(["--device", "cpu", "--layers", "2", "--steps", "2"])
+    assert capsys.readouterr().out.splitlines()[-1] == "16 rows compared with the reference, none differs"
+    assert ("prefill_score_select" in launched) == fused
 
 
 @pytest.mark.parametrize("kind", [MSAIcpDecodeStep, MSAIcpPrefillStep])

@@ -10,6 +10,7 @@ import torch
 from replay_cases import CONVERSATION, small_plan
 
 import msa_icp
+from msa_icp import indexer
 from msa_icp.indexer import MSAIcpDecodeStep, MSAIcpPrefillStep
 from msa_icp.replay import engine, report
 from msa_icp.replay import rank as rank_module
@@ -84,6 +85,36 @@ def test_whole_prompts_in_chunks(tmp_path, outcome):
     assert one.prefill_rows_checked == other.prefill_rows_checked > 100
     assert one.prefill_digest == other.prefill_digest
     assert one.digest == other.digest == outcome.digest
+
+
+def test_prompts_are_scored_in_the_form_that_the_indexer_names(tmp_path, monkeypatch):
+    """With the pool, or with score rows of so many tokens, which may take a chunk in several windows."""
+    calls, planned, digests = [], [], []
+    fused_form, plan = msa_icp.api.msa_icp_prefill_score_select, msa_icp.MSAIcpIndexerPlan.prefill_window_plan
+
+    def noting_call(*arguments, **numbers):
+        calls.append(arguments)
+        fused_form(*arguments, **numbers)
+
+    def noting_plan(indexer, number, *lens, total_q, **rest):
+        planned.append((number, total_q))
+        return plan(indexer, number, *lens, total_q=total_q, **rest)
+
+    monkeypatch.setattr(msa_icp.api, "msa_icp_prefill_score_select", noting_call)
+    monkeypatch.setattr(msa_icp.MSAIcpIndexerPlan, "prefill_window_plan", noting_plan)
+    for fused, most in ((True, 128), (False, 128), (False, 7)):
+        monkeypatch.setattr(indexer.rules, "fused_prefill", lambda *_, answer=fused: answer)
+        monkeypatch.setattr(indexer.limits, "prefill_chunk_tokens", lambda _, answer=most: answer)
+        calls.clear()
+        planned.clear()
+        done = replay(small_plan(tmp_path, requests=2, check_rows=16, sparse_layers=1))
+        assert done.rows_wrong == 0
+        assert done.prefill_rows_checked > 0
+        digests.append((done.digest, done.prefill_digest))
+        assert bool(calls) == fused
+        assert max(planned) == ((3, 3) if most == 7 else (0, 24))  # a chunk of 24 tokens: 7, 7, 7 and 3
+        assert max(tokens for _, tokens in planned) == min(most, 24)
+    assert len(set(digests)) == 1
 
 
 def test_prompts_have_an_indexer_of_their_own_where_the_backend_has_no_prefill(

@@ -10,6 +10,7 @@ ENGINE_TESTS = ("test_replay_engine.py",)
 CARD_TESTS = ("test_replay_processes.py", "-k", "way_to_cards and one_of_four")
 """Processes on a card, over a stand-in."""
 REPLAY_TESTS = ("test_replay_run.py", "-k", "how_prompts_enter and options0")
+FORM_TESTS = ("test_replay_run.py", "-k", "form_that")
 
 MUTANTS = (
     Mutant(
@@ -37,6 +38,16 @@ MUTANTS = (
         "a chunk of each prompt, whatever the limit",
         ((ENGINE, "                left -= segments[-1].tokens\n", ""),),
         ENGINE_TESTS,
+    ),
+    Mutant(
+        "a replay's prompts always take the fused form",
+        ((REPLAY_PREFILL, "if indexer.fused_prefill:", "if True:"),),
+        FORM_TESTS,
+    ),
+    Mutant(
+        "a segment goes on in the next window where it began",
+        ((REPLAY_PREFILL, "segment, start=start, stop=stop)", "segment, stop=stop)"),),
+        FORM_TESTS,
     ),
     Mutant(
         "a replay's windows begin at position 0",

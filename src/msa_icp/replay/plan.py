@@ -13,7 +13,16 @@ import torch
 import msa_icp
 
 from ..dispatch import AUTOMATIC, resolve
-from ..geometry import HEAD_DIM, LEGACY_WORDS, NUM_HEADS, PLAN_WORKSPACE_BYTES, TOP_K, ShardLayout
+from ..geometry import (
+    HEAD_DIM,
+    LEGACY_WORDS,
+    NUM_HEADS,
+    PLAN_WORKSPACE_BYTES,
+    TOP_K,
+    ShardLayout,
+    prefill_chunk_tokens,
+    prefill_pitch,
+)
 from .engine import Engine
 from .errors import UsageError
 from .options import ReplayOptions
@@ -158,7 +167,7 @@ def needed_bytes(options: ReplayOptions, pages: int, longest: int) -> int:
         options.capacity * NUM_HEADS * columns * 4  # score rows
         + options.batch_rows * columns * 4  # block table
         + layout["storage_words"] * 4
-        + _prefill_bytes(options)
+        + _prefill_bytes(options, longest)
         + _process_bytes(options)
     )
     cache: int = pages * options.page_size * HEAD_DIM * options.sparse_layers
@@ -174,14 +183,16 @@ def _process_bytes(options: ReplayOptions) -> int:
     return _PROCESS_BYTES if options.device == "cpu" else _CUDA_PROCESS_BYTES
 
 
-def _prefill_bytes(options: ReplayOptions) -> int:
-    """Memory that a rank takes for the windows of prompts."""
+def _prefill_bytes(options: ReplayOptions, longest: int) -> int:
+    """Memory that a rank takes for the windows of prompts: the larger form's, whichever serves."""
     pool: int = msa_icp.msa_icp_prefill_pool_bytes(
         total_q=options.chunk_tokens, batch=options.max_batch, device=options.device
     )
+    pitch = prefill_pitch(msa_icp.msa_icp_index_score_columns(longest, options.page_size))
+    scores = min(prefill_chunk_tokens(pitch), options.chunk_tokens) * NUM_HEADS * pitch * 4
     carriers = 2 * NUM_HEADS * options.chunk_tokens * LEGACY_WORDS * 4
     merged = options.sparse_layers * options.chunk_tokens * options.heads_per_rank * TOP_K * 4
-    return pool + carriers + merged + PLAN_WORKSPACE_BYTES + _SCORES_BYTES
+    return max(pool, scores) + carriers + merged + PLAN_WORKSPACE_BYTES + _SCORES_BYTES
 
 
 def _check_memory(options: ReplayOptions, pages: int, longest: int) -> None:

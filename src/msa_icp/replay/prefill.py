@@ -5,13 +5,16 @@ Everything that a window needs is allocated once, in the sizes that the indexer 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 import msa_icp
 
 from ..geometry import BLOCK, LEGACY_WORDS, TOP_K
-from .engine import Window
+from .engine import Segment, Window
 from .shard import Shard, Stopwatch
 from .synth import Synth
 
@@ -35,7 +38,14 @@ class Prefill:
         self._shard = shard
         self._watch = watch
         device, heads, most = indexer.device, indexer.heads_per_rank, indexer.max_num_batched_tokens
-        self._pool = torch.empty(indexer.prefill_pool_shape(), dtype=torch.uint8, device=device)
+        self._pool: Tensor | None = None
+        self._scratch: Tensor | None = None
+        if indexer.fused_prefill:
+            self._most = indexer.prefill_window_tokens()
+            self._pool = torch.empty(indexer.prefill_pool_shape(), dtype=torch.uint8, device=device)
+        else:
+            self._most = indexer.prefill_scratch_shape()[0]
+            self._scratch = torch.empty(indexer.prefill_scratch_shape(), device=device)
         carriers = torch.zeros(indexer.prefill_carrier_shape(), dtype=torch.int32, device=device)
         self._carrier = carriers[0]
         self._received = carriers[1].view(indexer.world_size, heads, most, LEGACY_WORDS)
@@ -63,14 +73,18 @@ class Prefill:
         return self._merged[:, : self.tokens.count]
 
     def begin(self, window: Window) -> None:
-        """Plan the window and prepare the step: once, for all layers."""
+        """Plan the window, in as many as score rows take at once, and prepare the step: for all layers."""
         tokens = self.tokens = WindowTokens(window)
+        scratch = self._scratch
         with self._watch("prefill", "planning"):
             num_valid = (tokens.position // BLOCK + 1).to(torch.int32).to(self._shard.device)
-            rows = torch.tensor([segment.row for segment in window.segments], device=self._shard.device)
+            if scratch is not None:  # no more columns than there are to select from
+                longest = max(segment.stop for segment in window.segments)
+                columns = msa_icp.msa_icp_index_score_columns(longest, self._indexer.page_size)
+                scratch = scratch[..., :columns]
             self._step = self._indexer.prepare_prefill_step(
-                [(0, tokens.count, self._shard.table[rows], self._planned(window))],
-                None,
+                self._planned(window),
+                scratch,
                 num_valid,
                 self.carrier,
                 self.received,
@@ -78,18 +92,26 @@ class Prefill:
                 pool=self._pool,
             )
 
-    def _planned(self, window: Window) -> msa_icp.MSAIcpScorePlan:
-        segments = window.segments
+    def _planned(self, window: Window) -> list[tuple[int, int, Tensor, msa_icp.MSAIcpScorePlan]]:
+        windows, begin = [], 0
+        for number, segments in enumerate(cut(window.segments, self._most)):
+            end = begin + sum(segment.tokens for segment in segments)
+            rows = torch.tensor([segment.row for segment in segments], device=self._shard.device)
+            windows.append((begin, end, self._shard.table[rows], self._plan(number, segments)))
+            begin = end
+        return windows
+
+    def _plan(self, number: int, segments: Sequence[Segment]) -> msa_icp.MSAIcpScorePlan:
         query_lens = [segment.tokens for segment in segments]
         contexts = [segment.stop for segment in segments]
         return self._indexer.prefill_window_plan(
-            0,
+            number,
             self._numbers(query_lens),
             self._numbers(contexts),
             self._numbers(_prefix_sums(query_lens)),
             self._numbers(_prefix_sums(contexts)),
             self._numbers([segment.start for segment in segments]),
-            total_q=window.tokens,
+            total_q=sum(query_lens),
             max_query_len=max(query_lens),
             max_seq_len=max(contexts),
         )
@@ -111,6 +133,23 @@ class Prefill:
         with self._watch("prefill", "merging"):
             self._step.merge()
             self.merged[layer].copy_(self._step.output)  # the next layer's come to the same place
+
+
+def cut(segments: Sequence[Segment], most: int) -> Iterator[list[Segment]]:
+    """The segments in order, `most` tokens after `most` tokens: one may end in the next part, or later."""
+    part: list[Segment] = []
+    left = most
+    for segment in segments:
+        start = segment.start
+        while start < segment.stop:
+            stop = min(segment.stop, start + left)
+            part.append(replace(segment, start=start, stop=stop))
+            start, left = stop, left - (stop - start)
+            if left == 0:
+                yield part
+                part, left = [], most
+    if part:
+        yield part
 
 
 class WindowTokens:
