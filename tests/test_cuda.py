@@ -17,6 +17,7 @@ from late_kernels import WriteLate, read
 import msa_icp
 from msa_icp import cases, verify
 from msa_icp.cases import LAYOUTS, bits
+from msa_icp.prefill_cases import PrefillCase, prefill_case
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -394,6 +395,77 @@ def capture_everything(kernel: str, only: tuple[int, int] | None) -> None:
                         chain.run(0, enable_pdl)
                     graph.replay()
                     chain.check()
+        for qo_lens in ((2,), (40,), (40, *[0] * 64)):
+            capture_windows(prefill_case("", world_size, page_size, qo_lens=qo_lens), kernel)
+
+
+def capture_windows(case: PrefillCase, kernel: str) -> None:
+    """Capture every op of a window that the backend has, without having run one before."""
+    compact, hpr, tokens = case.fused_compact, HEADS // case.world_size, case.total_q
+    plans, fuses = (
+        not verify.no_prefill(kernel, [op])
+        for op in ("index_score_sharded_plan_device", "prefill_score_select")
+    )
+    counts, metadata = case.num_valid_pages().to(DEVICE), case.metadata(DEVICE)
+    plan = verify.prefill.plan_on_host(
+        case, kernel, DEVICE
+    )  # tensor code, whose words a graph then writes anew
+    size = msa_icp.msa_icp_prefill_pool_bytes(total_q=tokens, batch=plan.batch, device=DEVICE)
+    pool = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    inputs = (case.index_q.to(DEVICE), case.shard(0, DEVICE), case.table(DEVICE), plan)
+    shard = {"rank": 0, "tp": case.world_size, "compact": compact, "backend": kernel}
+    scores = cases.poisoned((tokens, HEADS, case.score_columns(compact)), torch.float32, DEVICE)
+    carriers = [cases.poisoned((HEADS, tokens, 33), torch.int32, DEVICE) for _ in range(2)]
+    received = torch.zeros(case.world_size, hpr, tokens, 33, dtype=torch.int32, device=DEVICE)
+    output = torch.zeros(tokens, hpr, 16, dtype=torch.int32, device=DEVICE)
+    errors = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    for enable_pdl in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            if plans:
+                msa_icp.msa_icp_index_score_sharded_plan_device(
+                    **metadata,
+                    num_qo_heads=HEADS,
+                    total_q=tokens,
+                    max_query_len=plan.max_query_len,
+                    max_seq_len=case.max_seq_len,
+                    packed_work_range=plan.packed_work_range,
+                    packed_work_info=plan.packed_work_info,
+                    workspace=plan.workspace,
+                    backend=kernel,
+                )
+            msa_icp.msa_icp_index_score_sharded(
+                *inputs, max_score=scores, initialize=False, enable_pdl=enable_pdl, **shard
+            )
+            msa_icp.msa_icp_topk_select_prefill(
+                scores,
+                counts,
+                carriers[0],
+                index_scale=case.index_scale,
+                index_offset=case.index_offset(0),
+                backend=kernel,
+            )
+            if fuses:
+                msa_icp.msa_icp_prefill_score_select(
+                    *inputs, counts, pool, carriers[1], enable_pdl=enable_pdl, **shard
+                )
+            msa_icp.msa_icp_merge_candidates(
+                received,
+                counts,
+                output,
+                errors,
+                init_blocks=0,
+                local_blocks=0,
+                prefill=True,
+                backend=kernel,
+            )
+        graph.replay()
+        wrong = verify.prefill.score_differences(
+            case, 0, scores, compact=compact, initialize=False, bitwise=True
+        )
+        assert not wrong.any()
+        if fuses:
+            assert torch.equal(*carriers)
 
 
 def run_at_the_ends(kernel: str) -> None:

@@ -50,6 +50,13 @@ def warmed(monkeypatch, *arguments, **layout):
     return set(loaded)
 
 
+def assert_warmed(launched, loads, backend):
+    """What the backend has not, `verify` takes from another one."""
+    own = {each for each in launched if isinstance(each, str) == (backend == "cuda")}
+    assert own
+    assert own <= loads
+
+
 @layouts
 def test_a_layout_launches_what_its_warmup_loads(backend, device, world_size, page_size, monkeypatch):
     """On a GPU as well: nothing of a whole `verify` of one batch and one window is loaded by a call."""
@@ -63,10 +70,23 @@ def test_a_layout_launches_what_its_warmup_loads(backend, device, world_size, pa
     window = prefill_case("window", world_size, page_size, qo_lens=[2])
     verify.prefill.check_case(result, window, backend, device)
     assert not result.differences
-    # What the backend has not, `verify` takes from another one.
-    own = {each for each in launched if isinstance(each, str) == (backend == "cuda")}
-    assert own
-    assert own <= loads
+    assert_warmed(launched, loads, backend)
+
+
+@pytest.mark.prefill(["index_score_sharded"])
+@layouts
+def test_a_large_window_launches_what_its_warmup_loads(backend, device, world_size, page_size, monkeypatch):
+    """More tokens a segment, and more segments, than the other variants of scorers and plan are for."""
+    if backend == "torch":
+        pytest.skip("tensor code")
+    loads = warmed(monkeypatch, device, backend, page_size=page_size, world_size=world_size)
+    launched = watch(monkeypatch, "launch", call_through=True)
+    case = prefill_case("", world_size, page_size, qo_lens=[40 if device == "cuda" else 17, *[0] * 64])
+    plan = verify.prefill.plan_on_device(case, backend, device)
+    verify.prefill.run_scores(case, plan, 0, backend, compact=False, initialize=False)
+    if not verify.no_prefill(backend, ["prefill_score_select"]):
+        verify.prefill.run_fused(case, plan, 0, backend, case.num_valid_pages())
+    assert_warmed(launched, loads, backend)
 
 
 @pytest.fixture(params=["cuda", "triton"])

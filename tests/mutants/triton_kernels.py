@@ -16,6 +16,7 @@ ROUNDS_TESTS = ("test_decode_score_publish.py", "-k", "triton-cpu and rounds")
 PITCH_TESTS = ("test_field_cases.py", "-k", "triton-cpu and test_07 and 4-128")
 LIMIT_TESTS = ("test_index_score_sharded.py", "-k", "triton-cpu and end_of_what and 40-4-128")
 CUT_TESTS = ("test_triton_prefill.py", "-k", "workers and prefix")
+WARMUP_TESTS = ("test_warmup.py", "-k", "triton-cpu and large_window and 128-4")
 WRITE_PITCH_TESTS = ("test_write_index_keys.py", "-k", "triton-cpu and big_pitch")
 
 MUTANTS = (
@@ -122,6 +123,42 @@ MUTANTS = (
             ),
         ),
         CUT_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a warm-up loads the Triton prefill scorer for short segments alone",
+        (
+            (
+                "triton_backend/index_score_sharded.py",
+                "for rows in (SCHEDULE.few_query_rows, SCHEDULE.query_rows):",
+                "for rows in (SCHEDULE.few_query_rows,):",
+            ),
+        ),
+        WARMUP_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a warm-up loads the fused Triton form for short segments alone",
+        (
+            (
+                FUSED_WINDOW,
+                "for rows in (SCHEDULE.few_query_rows, SCHEDULE.query_rows):",
+                "for rows in (SCHEDULE.few_query_rows,):",
+            ),
+        ),
+        WARMUP_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a warm-up loads the Triton plan for few segments alone",
+        (
+            (
+                "triton_backend/index_score_sharded_plan_device.py",
+                "    for shape in SHAPES:",
+                "    for shape in SHAPES[:1]:",
+            ),
+        ),
+        WARMUP_TESTS,
         interpreted=True,
     ),
 )
