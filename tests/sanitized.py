@@ -3,18 +3,24 @@
     compute-sanitizer --tool memcheck python tests/sanitized.py cuda
 
 Every call of the registry twice, the second of which no compilation delays; then the decode scorer in every
-layout, query length and form over ragged batches, with dependent launch. `make sanitize` runs all four tools.
+layout, query length and form over ragged batches, and every prefill op in every layout over hostile windows,
+with dependent launch. `make sanitize` runs all four tools.
 """
 
 from __future__ import annotations
 
 import sys
 
+from dataclasses import replace
+
 import torch
 from calls import CALLS, unserved
 from helpers import score
+from test_index_score_sharded import score as score_window
 
-from msa_icp import cases
+from msa_icp import cases, prefill_cases, verify
+from msa_icp.prefill_cases import PrefillCase
+from msa_icp.verify.prefill import plan_on_device, run_fused, run_select
 
 DEVICE = "cuda"
 
@@ -58,6 +64,35 @@ def hostile_scores(backend: str) -> None:
     print("hostile batches", flush=True)
 
 
+SHORT = 16
+"""Tokens of a segment up to which a Triton program takes fewer query rows."""
+
+
+def windows(backend: str) -> None:
+    """Ragged windows: empty segments, bounds that lie, lengths below 0, pages that are nowhere, NaN."""
+    for world_size, page_size in cases.LAYOUTS:
+        for case in prefill_cases.nasty_cases(world_size, page_size):
+            if not case.large:
+                every_prefill_op(case, backend)
+        torch.cuda.synchronize()
+        print(f"windows of world size {world_size}, page size {page_size}", flush=True)
+
+
+def every_prefill_op(case: PrefillCase, backend: str) -> None:
+    """Plan, score, select and the fused form, for long segments and as if all were short."""
+    rank, num_valid = case.world_size - 1, case.num_valid_pages()
+    planned = plan_on_device(case, backend, DEVICE)
+    for longest in sorted({min(SHORT, planned.max_query_len), planned.max_query_len}):
+        plan = replace(planned, max_query_len=longest)
+        for compact in case.layouts:
+            form = {"compact": compact, "plan": plan, "enable_pdl": True}
+            scores = score_window(case, rank, backend, DEVICE, initialize=compact, **form)
+            if compact == case.fused_compact:
+                run_select(case, rank, scores, backend, num_valid, compact=compact)
+        if not verify.no_prefill(backend, ["prefill_score_select"]):
+            run_fused(case, plan, rank, backend, num_valid, enable_pdl=True)
+
+
 def every_form() -> None:
     """The forms of the CUDA scorer, whatever the schedule would choose for so small a batch."""
     from test_cuda_forms import FORMS, tune
@@ -73,5 +108,6 @@ if __name__ == "__main__":
     calls(backend)
     decode_scores(backend)
     hostile_scores(backend)
+    windows(backend)
     if backend == "cuda":
         every_form()
