@@ -10,7 +10,6 @@ with dependent launch. `make sanitize` runs all four tools.
 from __future__ import annotations
 
 import sys
-
 from dataclasses import replace
 
 import torch

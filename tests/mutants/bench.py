@@ -6,7 +6,19 @@ from .fault import Mutant
 
 CHAIN_TESTS = ("test_bench_chain.py", "-k", "right_blocks and 4")
 
+WINDOW_TESTS = ("test_bench_prefill.py",)
+
 MUTANTS = (
+    Mutant(
+        "a window's tokens see one another, but not themselves",
+        (("bench/prefill.py", "tokens * (tokens + 1) // 2", "tokens * (tokens - 1) // 2"),),
+        WINDOW_TESTS,
+    ),
+    Mutant(
+        "a worker's units are counted from its item's first",
+        (("bench/prefill.py", "before[place & 0xFFFF] + (place >> 16 & 0xFFFF)", "before[place & 0xFFFF]"),),
+        WINDOW_TESTS,
+    ),
     Mutant(
         "page striding that starts with rank 0's block everywhere",
         (("bench/batch.py", "scale=world_size, offset=rank", "scale=world_size, offset=0"),),

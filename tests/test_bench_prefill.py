@@ -1,0 +1,40 @@
+"""What the benchmark of prefill windows counts, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import msa_icp
+from msa_icp.bench.prefill import Window, spread
+from msa_icp.geometry import ShardLayout
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_useful_operations(world_size):
+    """Tokens 0, 1, 2 behind 5 keys see 6, 7 and 8; one behind none sees one; an empty segment's see none."""
+    window = Window("", ((3, 5), (0, 900), (1, 0), (2, 98)))
+    pairs = 6 + 7 + 8 + 1 + 99 + 100
+    layout = ShardLayout(world_size, 0, 128)
+    multiplications_and_additions = 2 * 128
+    assert window.operations(layout) == multiplications_and_additions * 4 * pairs // world_size
+    assert window.tokens == 6
+
+
+def test_units_of_the_least_and_the_most_loaded_worker():
+    """Items of 3, 5 and 2 units, dealt to four workers as 1 + 0 + 7 + 2."""
+    plan = msa_icp.msa_icp_index_score_sharded_plan(
+        torch.ones(3, dtype=torch.int32),
+        torch.tensor([3, 5, 2], dtype=torch.int32) * 4 * 128,
+        4,
+        qo_offset=torch.tensor([3, 5, 2], dtype=torch.int32) * 4 * 128 - 1,
+        device="cpu",
+    )
+    begins_and_end = [(0, 0), (0, 1), (0, 1), (2, 0), (3, 0)]  # item, unit of it
+    words = [item | unit << 16 for item, unit in begins_and_end]
+    shares = torch.tensor([a | b << 32 for a, b in itertools.pairwise(words)])
+    assert spread(dataclasses.replace(plan, packed_work_range=shares)) == (0, 2.5, 7)
+    assert spread(plan)[1] * plan.packed_work_range.shape[0] == 10
