@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from facade import LIMITS, Decode, Prefill, plan_of
-from helpers import SHORT_SPIN, assert_same, interpreted_only_if, snapshot
+from helpers import HEADS, SHORT_SPIN, assert_same, interpreted_only_if, snapshot
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import msa_icp
 from msa_icp import cases, indexer
-from msa_icp.cases import LAYOUTS
+from msa_icp.cases import LAYOUTS, bits
 from msa_icp.prefill_cases import prefill_case
 
 layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
@@ -381,6 +381,24 @@ def test_prefill_needs_scratch_or_a_pool():
         ranks.plans[0].prefill_local(*call, None, *rest)
     with pytest.raises(ValueError, match=r"^score_scratch\.shape\[0\]: must be at least 8"):
         ranks.plans[0].prefill_local(*call, ranks.scratch[:4], *rest)
+
+
+@pytest.mark.prefill
+@pytest.mark.parametrize("page_size", [128, 256])
+def test_prefill_writes_the_causal_prefixes_alone(backend, device, page_size):
+    """Score rows are not filled first: all that lies behind a token's prefix, or the tokens, keeps its bits."""
+    interpreted_only_if(page_size == 128, backend, device)
+    ranks = Prefill(window(2, page_size), backend, device)
+    call = (ranks.queries, ranks.keys[0], ranks.table, ranks.window_plans()[0], ranks.scratch)
+    ranks.plans[0].prefill_local(*call, ranks.num_valid, ranks.carriers[0])
+    columns = torch.arange(ranks.scratch.shape[2])
+    keys = columns * page_size  # that a column begins with
+    position = torch.tensor([position for *_, position in ranks.case.tokens()])
+    written = (keys <= position[:, None])[:, None].expand(-1, HEADS, -1)
+    kept = bits(ranks.scratch) == cases.POISON
+    assert torch.equal(kept[: len(position)], ~written)
+    assert kept[len(position) :].all()
+    assert not kept.all()
 
 
 def local_call(ranks, **changes):

@@ -17,6 +17,11 @@ GRAPH_TESTS = ("test_indexer_graphs.py", "-k", "not disagree")
 
 MUTANTS = (
     Mutant(
+        "the facade fills its score rows before it scores a window",
+        (("indexer/chains.py", "max_score=scores, initialize=False", "max_score=scores, initialize=True"),),
+        ("test_indexer.py", "-k", "causal_prefixes"),
+    ),
+    Mutant(
         "windows planned in one place are taken",
         ((STEPS, "if other is not plan:", "if False:"),),
         ("test_indexer_steps.py", "-k", "planned_in_one_place"),
