@@ -277,6 +277,17 @@ def test_the_storage_of_another_rank_is_refused():
         plan_of().check_comm(msa_icp.ReceiveStorage.in_process(2, capacity=12)[1])
 
 
+@pytest.mark.parametrize("rank", [4, None, "first", torch.arange(2)])
+def test_another_object_may_have_a_rank_of_its_own(rank):
+    """An engine's own may have its rank of the whole job there."""
+    ranks = Decode(batch(), "torch", "cpu")
+    ranks.group = [comm_of(storage) for storage in ranks.group]
+    for comm in ranks.group:
+        comm.rank, comm.check = rank, lambda: None
+        ranks.plans[0].check_comm(comm)
+    assert torch.equal(ranks.call(tagged=True, slot=0), ranks.truth())
+
+
 def test_two_storages_of_one_plan_in_two_threads():
     """Each call gets what is known of its own storage."""
     plan = plan_of()
