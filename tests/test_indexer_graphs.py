@@ -12,14 +12,14 @@ import pytest
 import torch
 from facade import Decode, Prefill, plan_of, run_in_turn
 from graph_stand_in import StandIn
-from helpers import interpreted_only_if
+from helpers import assert_same, interpreted_only_if, snapshot
 from rank_processes import PLACES, run_ranks
 from test_indexer import batch, window
 from test_indexer_steps import layer_inputs, prefill_step
 
 import msa_icp
 from msa_icp import cases
-from msa_icp.indexer import graphs
+from msa_icp.indexer import MSAIcpDecodeStep, graphs
 
 
 @pytest.fixture(params=[False, True], ids=["read", "copied"])
@@ -45,12 +45,12 @@ def numbers(cache):
     return tuple(cache.stats[name] for name in graphs.STATS)
 
 
-class Halves:
+class Halves(MSAIcpDecodeStep):
     """A decode step of one rank whose publish and merge are layers of their own, for ranks in one thread."""
 
     def __init__(self, step, part):
-        self.step, self.part, self.tokens = step, part, step.tokens
-        self.indexer, self.check_storage = step.indexer, step.check_storage
+        vars(self).update(vars(step))
+        self.step, self.part, self.check_storage = step, part, step.check_storage
 
     def record(self, index_q, index_k, *, slot):
         return self.step.record(index_q, index_k, slot=slot)[self.part]
@@ -275,23 +275,54 @@ def test_batches_of_two_sizes_have_a_query_each(stand_in):
     assert caches[0].numbers() == {(0, 6, 0, 0)}
 
 
-def test_a_query_off_the_alignment_is_copied(stand_in):
-    """The first of a step is refused there; a replay takes it, since its kernels read the copy."""
+@pytest.mark.parametrize("capture_after", [0, 10**6], ids=["replayed", "eager"])
+def test_a_query_off_the_alignment_is_refused_by_a_replay_too(capture_after, query_is_copied, stand_in):
+    """Or a rank that replays would launch a layer that its eager peer refuses, and wait for it."""
     ranks = Decode(batch(), "torch", "cpu")
-    step = one_rank(ranks, ranks.plans[0].layer_graphs(capture_after=0))
-    aligned = ranks.queries
-    off = cases.off_by_one(aligned.flatten().view(torch.uint8)).view(cases.FP8).view(aligned.shape)
-    readers, scores = [], ranks.scores[0]
-    step.run(0, torch.zeros_like(aligned), ranks.keys[0])
-    (state,) = step._entry.layers.values()
-    own = state.graph._words.read_from
-    state.graph._words.read_from = lambda query: readers.append(query.data_ptr() % 16) or own(query)
-    for query in (off, aligned, off):
-        step.run(0, query, ranks.keys[0])
-        got = scores.clone()
-        scores.zero_()
-        assert got.any()
-    assert readers == [0, 0, 0]
+    cache = ranks.plans[0].layer_graphs(capture_after=capture_after)
+    step = one_rank(ranks, cache)
+    bytes_ = ranks.queries.flatten().view(torch.uint8)
+    off = cases.off_by_one(bytes_).view(cases.FP8).view(ranks.queries.shape)
+    for _ in range(2):
+        step.run(0, ranks.queries, ranks.keys[0])
+        before, stats = snapshot(ranks.group), numbers(cache)
+        with pytest.raises(ValueError, match=r"^index_q: must be like the first.*, was .* 1 bytes past"):
+            step.run(0, off, ranks.keys[0])
+        assert_same(snapshot(ranks.group), before)
+        assert numbers(cache) == stats
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_replay_with_debug_is_compared_with_the_call(debug, stand_in):
+    ranks = Decode(batch(), "torch", "cpu")
+    prepared = ranks.steps(tagged=True, debug=debug)[0]
+    cache = ranks.plans[0].layer_graphs(capture_after=0)
+    step = cache.begin_step(decode=Halves(prepared, slice(None, -1)), decode_tokens=ranks.case.tokens)
+    for _ in range(2):
+        step.run(0, ranks.queries, ranks.keys[0])
+    assert numbers(cache) == (0, 1, 1, 0)
+    table, lens, counts, scores, output = prepared._buffers
+    prepared._buffers = (table, lens, counts, scores.clone(), output)
+    if debug:
+        before = snapshot(ranks.group)
+        with pytest.raises(RuntimeError, match=r"debug: launch 0 of the prepared step"):
+            step.run(0, ranks.queries, ranks.keys[0])
+        assert_same(snapshot(ranks.group), before)
+    else:
+        step.run(0, ranks.queries, ranks.keys[0])
+    assert cache.stats["replayed_layers"] == (1 if debug else 2)
+
+
+def test_a_replay_with_debug_of_prefill_is_compared_too(stand_in):
+    ranks = Prefill(window(), "torch", "cpu")
+    prepared, cache = prefill_step(ranks, debug=True), ranks.plans[0].layer_graphs(capture_after=0)
+    step = cache.begin_step(prefill=prepared, exchange=lambda: None)
+    for _ in range(2):
+        step.run(0, ranks.queries, ranks.keys[0])
+    prepared._scratch = ranks.scratch.clone()
+    with pytest.raises(RuntimeError, match=r"debug: launch 0 of the prepared step is index_score_sharded"):
+        step.run(0, ranks.queries, ranks.keys[0])
+    assert numbers(cache) == (0, 1, 1, 0)
 
 
 def test_a_closed_storage_is_noticed_before_a_replay(stand_in):
@@ -526,9 +557,22 @@ def test_what_is_no_step_is_named(name, value):
         ranks.plans[0].layer_graphs().begin_step(**given)
 
 
+def test_a_step_of_the_other_kind_is_named():
+    """A decode step for prefill, or the other way round, is refused here, not in its first layer."""
+    ranks, windows = Decode(batch(), "torch", "cpu"), Prefill(window(), "torch", "cpu")
+    windows.plans = ranks.plans
+    decode, prefill = ranks.steps(tagged=True)[0], prefill_step(windows)
+    cache = ranks.plans[0].layer_graphs()
+    with pytest.raises(ValueError, match=r"^prefill: must be a prepared prefill step.*MSAIcpDecodeStep"):
+        cache.begin_step(prefill=decode, exchange=lambda: None)
+    with pytest.raises(ValueError, match=r"^decode: must be a prepared decode step.*MSAIcpPrefillStep"):
+        cache.begin_step(decode=prefill, decode_tokens=8)
+    cache.begin_step(decode=decode, prefill=prefill, exchange=lambda: None, decode_tokens=6)
+
+
 def test_steps_of_another_indexer_are_refused():
     ours, other = Decode(batch(), "torch", "cpu"), Decode(batch(), "torch", "cpu")
-    with pytest.raises(ValueError, match=r"^decode: must be a prepared step of the indexer"):
+    with pytest.raises(ValueError, match=r"^decode: must be a prepared decode step.*another indexer"):
         ours.plans[0].layer_graphs().begin_step(decode=other.steps(tagged=True)[0], decode_tokens=6)
 
 

@@ -183,9 +183,14 @@ MUTANTS = (
         (*GRAPH_TESTS[:2], "stay_right and copied"),
     ),
     Mutant(
-        "a query off the alignment is read where it is",
-        ((GRAPHS, "elif index_q.data_ptr() % ALIGNED:", "elif False:"),),
+        "a replay takes a query that an eager layer refuses",
+        ((GRAPHS, "over = index_q.data_ptr() % ALIGNED", "over = 0"),),
         (*GRAPH_TESTS[:2], "off_the_alignment"),
+    ),
+    Mutant(
+        "a replay with debug compares nothing",
+        ((GRAPHS, "            if self._debug:", "            if False:"),),
+        (*GRAPH_TESTS[:2], "replay_with_debug"),
     ),
     Mutant(
         "a reader that a graph hides keeps the query of the capture",

@@ -101,6 +101,11 @@ class MSAIcpDecodeStep:
         self._storage: CheckedComm | None = None  # keeps the memory that launches have addresses of
 
     @property
+    def debug(self) -> bool:
+        """Whether every layer is compared with the call that it stands for."""
+        return self._debug
+
+    @property
     def tokens(self) -> int:
         """Query tokens of a layer."""
         return int(self.output.shape[0])
@@ -204,6 +209,11 @@ class MSAIcpPrefillStep:
         self._layers = _Layers()
         self._local: list[Launch] | None = None
         self._merge: list[Launch] | None = None
+
+    @property
+    def debug(self) -> bool:
+        """Whether every layer is compared with the call that it stands for."""
+        return self._debug
 
     @property
     def tokens(self) -> int:
