@@ -481,6 +481,33 @@ def test_what_is_made_in_inference_mode_works_outside():
     plan.prefill_window_plan(0, **window().metadata(), total_q=8, max_query_len=8, max_seq_len=700)
 
 
+@pytest.mark.prefill
+@pytest.mark.exchange
+def test_buffers_that_were_made_in_inference_mode_are_written_outside_of_it(backend, device):
+    """An engine runs its model in that mode. A call that could not write its output would have published."""
+    decode, prefill = Decode(batch(), backend, device), Prefill(window(), backend, device)
+    with torch.inference_mode():
+        decode.scores = [scores.clone() for scores in decode.scores]
+        for ranks in (decode, prefill):
+            ranks.outputs = [output.clone() for output in ranks.outputs]
+        for name in ("carriers", "received"):
+            setattr(prefill, name, [rows.clone() for rows in getattr(prefill, name)])
+        prefill.scratch = prefill.scratch.clone()
+    for half in ("decode_publish", "decode_merge"):
+        for rank, plan in enumerate(decode.plans):
+            arguments = decode.arguments(rank, tagged=True, slot=0)
+            getattr(plan, half)(decode.queries, decode.keys[rank], *decode.buffers(rank), **arguments)
+    assert torch.equal(decode.merged(), decode.truth())
+    plans = prefill.window_plans()
+    for rank, plan in enumerate(prefill.plans):
+        call = local_call(prefill, index_k=prefill.keys[rank], window_plan=plans[rank])
+        plan.prefill_local(**{**call, "carrier_view": prefill.carriers[rank]})
+    msa_icp.exchange_prefill(prefill.carriers, prefill.received)
+    for rank, plan in enumerate(prefill.plans):
+        plan.prefill_merge(prefill.received[rank], prefill.num_valid, prefill.outputs[rank])
+    assert torch.equal(prefill.merged(), prefill.truth())
+
+
 # ---------------------------------------------------------------- nothing is allocated
 
 

@@ -43,6 +43,11 @@ MUTANTS = (
         (*FACADE_TESTS, "-k", "nothing_is_launched"),
     ),
     Mutant(
+        "an output of inference mode is found out when the rows are published",
+        (("torch_backend/merge_candidates.py", "@torch.inference_mode()\n", ""),),
+        (*FACADE_TESTS, "-k", "inference_mode_are_written"),
+    ),
+    Mutant(
         "the fused form's rule is off by one",
         ((CHAINS, "requests >= plan.fused", "requests > plan.fused"),),
         (*FACADE_TESTS, "-k", "number_of_requests"),
