@@ -83,6 +83,35 @@ def test_run_launches_and_record_does_not():
     assert ranks.group[0].errors[0] > 0  # nobody else was there
 
 
+def test_a_recorded_list_is_the_callers():
+    """What is done to it changes no layer; the launches in it are those of every layer of the slot set."""
+    ranks = Decode(batch(), "torch", "cpu", spin_limit=SHORT_SPIN)
+    step = ranks.steps(tagged=True)[0]
+    first = step.record(ranks.queries, ranks.keys[0], slot=0)
+    kept = list(first)
+    first.clear()
+    again = step.record(ranks.queries, ranks.keys[0], slot=0)
+    assert all(a is b for a, b in zip(again, kept, strict=True))
+    again.clear()
+    step.run(ranks.queries, ranks.keys[0], slot=0)
+    assert ranks.group[1].tagged_recv[0, 0].any()
+
+
+def test_recorded_lists_of_prefill_are_the_callers():
+    ranks = Prefill(window(), "torch", "cpu")
+    step = prefill_step(ranks)
+    for record in (
+        lambda: step.record(ranks.queries, ranks.keys[0]),
+        lambda: step.record_local(ranks.queries, ranks.keys[0]),
+        step.record_merge,
+    ):
+        first = record()
+        kept = list(first)
+        first.clear()
+        assert kept
+        assert all(a is b for a, b in zip(record(), kept, strict=True))
+
+
 @pytest.mark.exchange
 def test_a_layer_reads_what_the_buffers_hold_then(backend, device):
     """A step is prepared once; the metadata of the next batch is written into the same tensors."""

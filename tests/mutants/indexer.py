@@ -137,8 +137,13 @@ MUTANTS = (
         (*STEP_TESTS, "-k", "closed_storage"),
     ),
     Mutant(
+        "what was recorded is the step's own list",
+        ((STEPS, "list(self._bound(index_q, index_k, slot))", "self._bound(index_q, index_k, slot)"),),
+        (*STEP_TESTS, "-k", "recorded_list"),
+    ),
+    Mutant(
         "a prefill layer is launched before its merge is checked",
-        ((STEPS, "                self.record_merge()  # what", "                # what"),),
+        ((STEPS, "                self._bound_merge()  # what", "                # what"),),
         (*STEP_TESTS, "-k", "both_halves"),
     ),
     Mutant(

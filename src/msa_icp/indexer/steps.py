@@ -125,14 +125,14 @@ class MSAIcpDecodeStep:
             ValueError: an argument breaks a rule; nothing has been launched.
             RuntimeError: with `debug`, the launches differ from those of `decode`.
         """
-        launch(self.record(index_q, index_k, slot=slot))
+        launch(self._bound(index_q, index_k, slot))
 
     def publish(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> None:
         """The first half of `run`: what `decode_publish` does. For several ranks in one thread or stream.
 
         Raises: as `run`.
         """
-        launch(self.record(index_q, index_k, slot=slot)[:-1])
+        launch(self._bound(index_q, index_k, slot)[:-1])
 
     def merge(self, *, slot: int) -> None:
         """The second half: what `decode_merge` does, in the slot set of the `publish` before.
@@ -152,7 +152,16 @@ class MSAIcpDecodeStep:
             checks.refuse("comm", "the receive storage that the step was prepared with", was)
 
     def record(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> list[Launch]:
-        """The launches of a layer, bound to it and not launched. The next layer binds the same ones."""
+        """The launches of a layer, bound to it and not launched.
+
+        The list is the caller's; the launches are those of every layer of this slot set, so the next one that
+        is recorded or run binds the same ones to its own query and K shard.
+
+        Raises: as `run`.
+        """
+        return list(self._bound(index_q, index_k, slot))
+
+    def _bound(self, index_q: Tensor, index_k: Tensor, slot: int) -> list[Launch]:
         launches = self._by_slot.get(checks.integer("slot", slot, 0, SLOT_SETS - 1))
         self.check_storage()
         self._layers.check(index_q, index_k)
@@ -236,23 +245,36 @@ class MSAIcpPrefillStep:
             ValueError: an argument breaks a rule; nothing has been launched.
             RuntimeError: with `debug`, the launches differ from those of `prefill_local`.
         """
-        launch(self.record_local(index_q, index_k))
+        launch(self._bound_local(index_q, index_k))
 
     def merge(self) -> None:
         """The layer's end: what `prefill_merge` does."""
-        launch(self.record_merge())
+        launch(self._bound_merge())
 
     def record(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
-        """The launches of a layer, `local`'s and `merge`'s, bound to it and not launched."""
-        return [*self.record_local(index_q, index_k), *self.record_merge()]
+        """The launches of a layer, `local`'s and `merge`'s, bound to it and not launched.
+
+        The list is the caller's; the launches are those of every layer, so the next one that is recorded or
+        run binds the same ones to its own query and K shard.
+
+        Raises: as `local`.
+        """
+        return [*self._bound_local(index_q, index_k), *self._bound_merge()]
 
     def record_local(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
         """Those of `local`."""
+        return list(self._bound_local(index_q, index_k))
+
+    def record_merge(self) -> list[Launch]:
+        """Those of `merge`."""
+        return list(self._bound_merge())
+
+    def _bound_local(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
         self._layers.check(index_q, index_k)
         if self._local is None:
             try:
                 local = self._call_local(index_q, index_k)
-                self.record_merge()  # what is wrong there is found before anything is launched
+                self._bound_merge()  # what is wrong there is found before anything is launched
             except BaseException:
                 self._layers.forget()
                 raise
@@ -263,8 +285,7 @@ class MSAIcpPrefillStep:
             _compare(self._local, self._call_local(index_q, index_k))
         return self._local
 
-    def record_merge(self) -> list[Launch]:
-        """Those of `merge`."""
+    def _bound_merge(self) -> list[Launch]:
         if self._merge is None:
             self._merge = self._call_merge()
         if self._debug:
