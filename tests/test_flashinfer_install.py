@@ -35,8 +35,6 @@ SIZES = (
 )
 BY_TENSOR = tuple(name for name in NAMES if name not in BY_DEVICE + SIZES)
 REAL = importlib.util.find_spec("flashinfer") is not None
-
-
 NO_LIBRARY = "raise OSError('libcudart.so.13: cannot open shared object file')"
 """A module that finds no library of CUDA while it is imported."""
 

@@ -589,6 +589,16 @@ def test_a_wrong_argument_of_a_layer_is_named(name, value):
         step.run(**call)
 
 
+def test_what_layer_graphs_were_made_with_can_be_read():
+    plan = plan_of()
+    cache = plan.layer_graphs(capture_after=3, max_keys=5)
+    assert cache.indexer is plan
+    assert (cache.capture_after, cache.max_keys, cache.device) == (3, 5, plan.device)
+    for name in ("indexer", "capture_after", "max_keys"):
+        with pytest.raises(AttributeError):
+            setattr(cache, name, 1)
+
+
 @pytest.mark.parametrize(("name", "value"), [("capture_after", -1), ("max_keys", 0), ("max_keys", True)])
 def test_a_wrong_option_is_named(name, value):
     with pytest.raises(ValueError, match=rf"^{name}: must be an integer"):

@@ -388,6 +388,49 @@ def prefill_step(ranks, **changes):
     return ranks.plans[0].prepare_prefill_step(**{**arguments, **changes})
 
 
+def test_what_a_prefill_step_holds_can_be_read():
+    """An exchange may take its buffers from the step; what is set there would come too late."""
+    ranks = Prefill(window(), "torch", "cpu")
+    plans = ranks.window_plans()
+    given = {
+        "windows": ((0, 8, ranks.table, plans[0]),),
+        "score_scratch": ranks.scratch,
+        "num_valid_pages": ranks.num_valid,
+        "output": ranks.outputs[0],
+        "debug": True,
+    }
+    steps = [
+        plan.prepare_prefill_step(
+            **{**given, "windows": [(0, 8, ranks.table, plans[rank])], "output": ranks.outputs[rank]},
+            send=ranks.carriers[rank],
+            received=ranks.received[rank],
+        )
+        for rank, plan in enumerate(ranks.plans)
+    ]
+    for step, keys in zip(steps, ranks.keys, strict=True):
+        step.local(ranks.queries, keys)
+    msa_icp.exchange_prefill([step.send for step in steps], [step.received for step in steps])
+    for step in steps:
+        step.merge()
+    assert torch.equal(ranks.merged(), ranks.truth())
+    for name, value in {**given, "tokens": 8}.items():
+        found = getattr(steps[0], name)
+        assert found is value or found == value, name
+    for name in (*given, "send", "received", "tokens"):
+        with pytest.raises(AttributeError):
+            setattr(steps[0], name, None)
+
+
+def test_what_a_decode_step_holds_can_be_read():
+    ranks = Decode(batch(), "torch", "cpu")
+    step = ranks.steps(tagged=True, debug=True)[0]
+    assert (step.debug, step.tokens) == (True, 6)
+    assert step.output is ranks.outputs[0]
+    for name in ("debug", "tokens", "output"):
+        with pytest.raises(AttributeError):
+            setattr(step, name, None)
+
+
 @pytest.mark.parametrize("windows", [5, "windows", [None], [(0, 8)], [(0, 8, None, None)]])
 def test_malformed_windows_are_refused(windows):
     with pytest.raises(ValueError, match=r"^windows(\[0\])?( plan)?: must be"):

@@ -93,6 +93,21 @@ class MSAIcpLayerGraphs:
         self._clock = 0
         self.stats = _no_stats()
 
+    @property
+    def indexer(self) -> MSAIcpIndexerPlan:
+        """Whose steps they are of."""
+        return self._indexer
+
+    @property
+    def capture_after(self) -> int:
+        """Eager runs of a layer, in each slot set, before it is captured."""
+        return self._capture_after
+
+    @property
+    def max_keys(self) -> int:
+        """Keys that have graphs at once."""
+        return self._max_keys
+
     def begin_step(
         self,
         *,

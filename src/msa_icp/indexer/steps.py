@@ -207,7 +207,7 @@ class MSAIcpPrefillStep:
         if unknown := set(local_kwargs) - {"pool"}:
             checks.refuse(min(unknown), "no argument of prepare_prefill_step; there is pool", "given")
         valid = checks.tensor("num_valid_pages", num_valid_pages, torch.int32, ("T",), device=indexer.device)
-        self._windows = _checked_windows(windows, valid.shape[0])
+        self._windows = tuple(_checked_windows(windows, valid.shape[0]))
         self._scratch = score_scratch
         self._num_valid_pages = valid
         self._send = send
@@ -228,6 +228,31 @@ class MSAIcpPrefillStep:
     def tokens(self) -> int:
         """Query tokens of a layer."""
         return int(self._num_valid_pages.shape[0])
+
+    @property
+    def windows(self) -> tuple[tuple[int, int, Tensor, MSAIcpScorePlan], ...]:
+        """`(start, end, block_table, plan)` of each."""
+        return self._windows
+
+    @property
+    def score_scratch(self) -> Tensor | None:
+        """The score rows of whichever window was scored last; None with a pool."""
+        return self._scratch
+
+    @property
+    def num_valid_pages(self) -> Tensor:
+        """B128 blocks of each token."""
+        return self._num_valid_pages
+
+    @property
+    def send(self) -> Tensor:
+        """The carrier that `local` writes."""
+        return self._send
+
+    @property
+    def received(self) -> Tensor:
+        """What `merge` reads."""
+        return self._received
 
     @property
     def output(self) -> Tensor:
