@@ -9,7 +9,6 @@ import pytest
 import torch
 from facade import LIMITS, Decode, Prefill, plan_of
 from helpers import SHORT_SPIN, assert_same, interpreted_only_if, snapshot
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import msa_icp
 from msa_icp import cases, indexer
@@ -148,6 +147,25 @@ def test_fused_from_a_number_of_requests_on(backend, device, monkeypatch):
     before = fewer.scores[0].clone()
     assert torch.equal(fewer.call(tagged=True, slot=0), fewer.truth())
     assert not torch.equal(fewer.scores[0].view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("enable_pdl", [None, True, False])
+def test_every_launch_of_a_layer_is_a_dependent_launch_or_none_is(enable_pdl, fused):
+    """As the caller says, and unless told otherwise all of them."""
+    ranks = Decode(batch(), "torch", "cpu")
+    pool = torch.zeros(12 * 4 * 128 * 16 * 8, dtype=torch.uint8) if fused else None
+    option = {} if enable_pdl is None else {"enable_pdl": enable_pdl}
+    step = ranks.steps(tagged=True, pool=pool, **option)[0]
+    called = ranks.plans[0].record_decode(
+        *(ranks.queries, ranks.keys[0]),
+        *ranks.buffers(0),
+        **ranks.arguments(0, tagged=True, slot=0, pool=pool, **option),
+    )
+    names = ["decode_score_publish"] if fused else ["decode_index_score_sharded", "topk_select_publish"]
+    for recorded in (called, step.record(ranks.queries, ranks.keys[0], slot=0)):
+        found = [(one.name, one.arguments[-1]["enable_pdl"]) for one in recorded]
+        assert found == [(name, enable_pdl is not False) for name in (*names, "merge_candidates")]
 
 
 @forms
@@ -508,63 +526,7 @@ def test_buffers_that_were_made_in_inference_mode_are_written_outside_of_it(back
     assert torch.equal(prefill.merged(), prefill.truth())
 
 
-# ---------------------------------------------------------------- nothing is allocated
-
-
-VIEWS = {"slice", "unbind", "select", "view", "detach", "alias", "as_strided"}
-
-
-class _Operations(TorchDispatchMode):
-    """Names of the operations of PyTorch that were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__.split(".")[0])
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.exchange
-def test_a_step_makes_no_tensor(backend, device):
-    """Kernels get addresses: of PyTorch a step needs views, of which none is of its own memory.
-
-    On a GPU its allocator is watched as well, and every call that would synchronize raises.
-    """
-    if backend == "torch" or (backend == "triton" and device == "cpu"):
-        pytest.skip("tensor code, and Triton's interpreter, make tensors")
-    ranks = Decode(batch(), backend, device)
-    for plan in ranks.plans:
-        plan.warmup()
-    steps = ranks.steps(tagged=True)
-    ranks.call(tagged=True, slot=0)
-    on_gpu = device == "cuda"
-    before = torch.cuda.memory_stats().get("allocation.all.allocated") if on_gpu else 0
-    if on_gpu:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        with _Operations() as operations:
-            for half in ("decode_publish", "decode_merge"):
-                for rank, plan in enumerate(ranks.plans):
-                    arguments = ranks.arguments(rank, tagged=True, slot=1)
-                    getattr(plan, half)(ranks.queries, ranks.keys[rank], *ranks.buffers(rank), **arguments)
-            for _ in range(2):
-                recorded = [
-                    step.record(ranks.queries, keys, slot=2)
-                    for step, keys in zip(steps, ranks.keys, strict=True)
-                ]
-                for half in (slice(None, -1), slice(-1, None)):
-                    for launches in recorded:
-                        for one in launches[half]:
-                            one()
-    finally:
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
-    assert set(operations.names) <= VIEWS
-    if on_gpu:
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    assert torch.equal(ranks.merged(), ranks.truth())
+# ---------------------------------------------------------------- loading, and what is allocated
 
 
 def test_warmup_is_that_of_the_backend(monkeypatch):

@@ -5,7 +5,9 @@ On a GPU the graphs are the device's, on a CPU those of graph_stand_in.py.
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 
 import indexer_ranks
 import pytest
@@ -197,11 +199,11 @@ def test_ranks_may_disagree_on_eager_or_replay(place, tagged, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the ranks are processes of Linux")
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_ranks_warm_up_at_once_from_a_cold_cache(place, tmp_path):
-    if place.backend == "triton":
-        pytest.skip("Triton takes minutes for all its kernels")
+    if place.backend != "cuda":
+        pytest.skip("tensor code has nothing to compile, and Triton takes minutes for all its kernels")
     for found in run_ranks(indexer_ranks.warm_at_once, 2, tmp_path, place=place):
         assert found["wrong"] == 0
-        assert (found["kept"] > 0) == (place.backend == "cuda")
+        assert found["kept"] > 0
 
 
 @pytest.mark.parametrize(("layer", "slot"), [(4, 1), (3, 2)])
@@ -229,6 +231,45 @@ def test_the_least_recently_used_key_goes(stand_in):
     assert numbers(cache) == (0, 0, 0, 0)
     run(1)
     assert numbers(cache) == (0, 1, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["evicted", "cleared"])
+def test_a_key_that_is_pushed_out_frees_its_graphs_and_its_staging_buffer(how, stand_in):
+    """Though the step that used it is still there, and captures anew when it comes back."""
+    ranks = Decode(batch(), "torch", "cpu")
+    cache, prepared = ranks.plans[0].layer_graphs(capture_after=0, max_keys=1), ranks.steps(tagged=True)[0]
+    step = cache.begin_step(decode=Halves(prepared, slice(None, -1)), decode_tokens=ranks.case.tokens)
+    for slot in (0, 1):
+        step.run(0, ranks.queries, ranks.keys[0], slot=slot)
+    (entry,) = cache._keys.values()
+    kept = [weakref.ref(entry.staging), *(weakref.ref(layer.graph) for layer in entry.layers.values())]
+    del entry
+    assert len(kept) == 3
+    assert all(one() is not None for one in kept)
+    if how == "evicted":
+        ranks.scores = [torch.zeros(12, 4, 64)] * 2
+        one_rank(ranks, cache).run(0, ranks.queries, ranks.keys[0])
+    else:
+        cache.clear()
+    for slot in (0, 1):  # launches of tensor code hold the query that they are bound to
+        prepared.record(ranks.queries, ranks.keys[0], slot=slot)
+    gc.collect()
+    assert [one() for one in kept] == [None] * 3
+    before = cache.stats["captured_layers"]
+    step.run(0, ranks.queries, ranks.keys[0])
+    assert cache.stats["captured_layers"] == before + 1
+
+
+def test_graphs_captured_in_inference_mode_are_replayed_outside_of_it(query_is_copied, stand_in):
+    """And the other way round: an engine's first steps may run in another mode than the others."""
+    ranks = Decode(batch(), "torch", "cpu")
+    caches = Caches(ranks, capture_after=0)
+    for turn, mode in enumerate((True, False, True, False)):
+        ranks.queries = cases.exact(ranks.queries.shape, seed=turn)
+        with torch.inference_mode(mode):
+            run_layer(caches.begin(tagged=True), 0, ranks.queries, ranks.keys, 0)
+        assert torch.equal(ranks.merged(), right(ranks, tagged=True)), turn
+    assert caches.numbers() == {(0, 1, 3, 0)}
 
 
 def test_sizes_that_come_once_do_not_push_out_one_that_stays(stand_in):

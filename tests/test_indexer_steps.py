@@ -190,6 +190,25 @@ def test_debug_finds_a_buffer_that_moved(backend, device):
         step.run(ranks.queries, ranks.keys[0], slot=0)
 
 
+@pytest.mark.parametrize("missed", ["query", "keys"])
+@pytest.mark.exchange
+def test_debug_finds_a_layer_with_the_query_or_the_keys_of_another(backend, device, missed, monkeypatch):
+    """Of a launch that is bound to half of its layer."""
+    ranks = Decode(batch(), backend, device)
+    step = ranks.steps(tagged=True, debug=True)[0]
+    step.record(ranks.queries, ranks.keys[0], slot=0)
+    first, bind = (ranks.queries, ranks.keys[0]), launches.Launch.bind
+
+    def half(one, queries, keys):
+        bind(one, first[0] if missed == "query" else queries, first[1] if missed == "keys" else keys)
+
+    monkeypatch.setattr(launches.Launch, "bind", half)
+    (queries, keys), before = layer_inputs(ranks, 1), snapshot(ranks.group)
+    with pytest.raises(RuntimeError, match=r"debug: launch 0 of the prepared step"):
+        step.run(queries, keys[0], slot=0)
+    assert_same(snapshot(ranks.group), before)
+
+
 def test_a_closed_storage_is_noticed_before_a_launch():
     ranks = Decode(batch(), "torch", "cpu")
     step = ranks.steps(tagged=True)[0]

@@ -13,6 +13,7 @@ STEP_TESTS = ("test_indexer_steps.py",)
 QUERY_TESTS = ("test_graph_query.py",)
 LAUNCHER = "cuda_backend/launcher.py"
 LAUNCHER_TESTS = ("test_launcher.py",)
+MADE_TESTS = ("test_indexer_allocations.py",)
 GRAPH_TESTS = ("test_indexer_graphs.py", "-k", "not disagree")
 
 MUTANTS = (
@@ -247,5 +248,87 @@ MUTANTS = (
         "a query on another device is copied into the graph",
         ((GRAPHS, "index_q.dtype, index_q.device", "index_q.dtype"),),
         (*GRAPH_TESTS[:2], "replay_refuses"),
+    ),
+    Mutant(
+        "a window is planned with a look at its lengths",
+        (
+            (
+                "indexer/plan.py",
+                '        checks.integer("total_q", total_q, 1, self.limits.window_tokens)',
+                '        checks.integer("max_query_len", max_query_len, int(lens.max()))\n'
+                '        checks.integer("total_q", total_q, 1, self.limits.window_tokens)',
+            ),
+        ),
+        (*MADE_TESTS, "-k", "prefill"),
+    ),
+    Mutant(
+        "the merge of prefill has a copy of what was received",
+        (
+            (
+                CHAINS,
+                "        received,\n        num_valid_pages",
+                "        received.clone(),\n        num_valid_pages",
+            ),
+        ),
+        (*MADE_TESTS, "-k", "prefill"),
+    ),
+    Mutant(
+        "a replay makes a copy of its query",
+        ((GRAPHS, "self._words.read_from(index_q)", "self._words.read_from(index_q.clone())"),),
+        (*MADE_TESTS, "-k", "replay"),
+    ),
+    Mutant(
+        "publish and the scorer are always launched as dependent",
+        (
+            (
+                CHAINS,
+                '        "enable_pdl": enable_pdl,\n        "backend": plan.backend,\n    }',
+                '        "enable_pdl": True,\n        "backend": plan.backend,\n    }',
+            ),
+            (
+                CHAINS,
+                "        enable_pdl=enable_pdl,\n        backend=plan.backend,\n        **shard",
+                "        enable_pdl=True,\n        backend=plan.backend,\n        **shard",
+            ),
+        ),
+        (*FACADE_TESTS, "-k", "dependent_launch"),
+    ),
+    Mutant(
+        "the merge is never launched as dependent",
+        (
+            (
+                CHAINS,
+                "            spin_limit=plan.spin_limit,\n            enable_pdl=enable_pdl,",
+                "            spin_limit=plan.spin_limit,\n            enable_pdl=False,",
+            ),
+        ),
+        (*FACADE_TESTS, "-k", "dependent_launch"),
+    ),
+    Mutant(
+        "the staging buffer can be written in inference mode alone",
+        (
+            (
+                GRAPHS,
+                "    @torch.inference_mode(False)  # an inference tensor",
+                "    # an inference tensor",
+            ),
+        ),
+        (*GRAPH_TESTS[:2], "captured_in_inference_mode"),
+    ),
+    Mutant(
+        "a key that is pushed out keeps its graphs and its staging buffer",
+        ((GRAPHS, "        entry.layers.clear()\n        entry.staging = None\n", ""),),
+        (*GRAPH_TESTS[:2], "pushed_out"),
+    ),
+    Mutant(
+        "debug does not look at the query and the K shard",
+        (
+            (
+                STEPS,
+                "if (ours.key(), ours.bound()) != (theirs.key(), theirs.bound()):",
+                "if ours.key() != theirs.key():",
+            ),
+        ),
+        (*STEP_TESTS, "-k", "debug_finds"),
     ),
 )

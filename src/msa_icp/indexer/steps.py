@@ -72,9 +72,13 @@ def _compare(prepared: Sequence[Launch], call: Sequence[Launch]) -> None:
     for place, (ours, theirs) in enumerate(zip(prepared, call, strict=True)):
         if (ours.key(), ours.bound()) != (theirs.key(), theirs.bound()):
             raise RuntimeError(
-                f"debug: launch {place} of the prepared step is {ours.name} with {ours.key()}, of the call "
-                f"{theirs.name} with {theirs.key()}; a buffer of the step was changed after it was prepared"
+                f"debug: launch {place} of the prepared step is {_shown(ours)}, the call's {_shown(theirs)}: "
+                "a buffer of the step was changed after it was prepared, or it is bound to another layer"
             )
+
+
+def _shown(one: Launch) -> str:
+    return f"{one.name} with {one.key()} for {one.bound()}"
 
 
 class MSAIcpDecodeStep:
