@@ -45,6 +45,10 @@ def topk_select_publish(
         )
     )
     bases = recv_bases.tolist()
+    # NumPy's numbers, which are integers too, overflow in an address.
+    slot, rank, world_size, heads_per_rank, capacity = map(
+        int, (slot, rank, world_size, heads_per_rank, capacity)
+    )
 
     def destination(head: int, width: int, dtype: torch.dtype) -> Tensor:
         first = geometry.first_receive_row(
