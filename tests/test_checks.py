@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from calls import CALLS, COMM_FIELDS, EXCHANGE, unserved
+from calls import CALLS, COMM_FIELDS, EXCHANGE, score_call, unserved
 from helpers import assert_same, snapshot
 from rules import Rule
 from rules_decode import DECODE_RULES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import pickle
 import threading
 import weakref
 
@@ -183,7 +184,7 @@ def test_check_is_silent_when_nothing_failed(group):
     [
         ([3, 2, 0b10, 4], (1,), "rank 1 "),
         ([1, 1, 0b11, 0], (0, 1), "rank 0, 1"),
-        ([7, 3, 0, 2], (), "has overwritten its row"),
+        ([7, 3, 0, 2], (), "overwritten by a newer use"),
     ],
 )
 def test_check_says_what_failed(group, words, ranks, text):
@@ -199,6 +200,14 @@ def test_check_says_what_failed(group, words, ranks, text):
     with pytest.raises(IcpTimeoutError):
         group[0].check()  # reading it does not clear it
     group[1].check()
+
+
+def test_a_timeout_survives_pickling():
+    """A pool of processes passes what a worker raises on that way; one that cannot be unpickled hangs it."""
+    error = IcpTimeoutError(2, (1, 3), 7, 4)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.slot, again.ranks, again.count, again.token) == (2, (1, 3), 7, 4)
+    assert str(again) == str(error)
 
 
 def test_reset_clears_everything_of_everybody(group):

@@ -76,8 +76,10 @@ def topk_select_publish(
         word = ctypes.c_int32.from_address(targets[head][t, rows.READY_WORD].data_ptr())
         return lambda: word.value != 0
 
-    late = wait((tokens, heads), look, lambda free: _store(words, targets, free), watch, errors, spin_limit)
-    record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
+    def ended(late: Tensor) -> None:
+        record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
+
+    wait((tokens, heads), look, lambda free: _store(words, targets, free), watch, ended, errors, spin_limit)
 
 
 def _store(words: Tensor, targets: list[Tensor], free: Tensor) -> None:
