@@ -317,11 +317,9 @@ def test_ctrl_c_in_a_wait_is_a_failure(tagged, half, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("msa_icp.torch_backend.waiting._yield", interrupt)
+    arguments = (scores, "torch") if half is put else ("torch",)  # its own rows have not been merged
     with pytest.raises(KeyboardInterrupt):
-        if half is put:  # its own rows have not been merged
-            put(group, 0, scores, "torch", slot=1, tagged=tagged)
-        else:
-            take(group, 0, "torch", slot=1, tagged=tagged)
+        half(group, 0, *arguments, slot=1, tagged=tagged)
     assert group[0].errors[:2].tolist() == [TOKENS * (4 if half is put else 2), 2]
     with pytest.raises(msa_icp.IcpTimeoutError) as caught:
         group[0].check()

@@ -36,8 +36,8 @@ class IcpTimeoutError(RuntimeError):
             what = f"rank {', '.join(map(str, ranks))} did not come within the spin limit"
         else:
             what = (
-                "a row was overwritten by a newer use of the slot set: a rank whose own wait had failed went on, "
-                "or two uses were too close (tagged rows: two layers apart, across steps too)"
+                "a row was overwritten by a newer use of the slot set: a rank whose own wait had failed went "
+                "on, or two uses were too close (tagged rows: two layers apart, across steps too)"
             )
         super().__init__(
             f"slot set {slot}: {what}, first at token {token}; "

@@ -103,11 +103,27 @@ MUTANTS = (
         (
             (
                 "storage.py",
-                "            _finish(self.device)\n            exchange.wait",
-                "            exchange.wait",
+                "            _finish(self.device)\n        except Exception as error:\n",
+                "            pass\n        except Exception as error:\n",
             ),
         ),
         ("test_symmetric_memory.py", "-k", "reset_clears"),
+    ),
+    Mutant(
+        "a reset with a broken device tells nobody",
+        (("storage.py", "                raise failure\n", "                pass\n"),),
+        ("test_symmetric_memory.py", "-k", "broken_device"),
+    ),
+    Mutant(
+        "a wait that is interrupted leaves no word",
+        (
+            (
+                WAITING,
+                "    finally:\n        ended(late)",
+                "    except ZeroDivisionError:\n        ended(late)",
+            ),
+        ),
+        ("test_exchange.py", "-k", "ctrl_c"),
     ),
     Mutant(
         "a closed storage keeps its group",
