@@ -225,6 +225,14 @@ def test_reset_clears_everything_of_everybody(group):
             assert slot == 0
 
 
+def test_a_closed_storage_is_of_no_use(group):
+    group.close()
+    with pytest.raises(RuntimeError, match="reset: the receive storage is closed"):
+        group.reset()
+    with pytest.raises(RuntimeError, match="slot_set: the receive storage is closed"), group[0].slot_set():
+        pass
+
+
 def test_one_rank_alone_is_not_reset(group):
     with pytest.raises(RuntimeError, match="LocalGroup"):
         group[0].reset()

@@ -228,8 +228,9 @@ class ReceiveStorage:
 
         Raises:
             RuntimeError: the slot set is in flight on another stream. Two streams on one slot set
-                wait for each other's rows; nothing has been launched.
+                wait for each other's rows; nothing has been launched. Or the storage is closed.
         """
+        self._refuse_closed("slot_set")
         cuda_stream = stream if isinstance(stream, torch.cuda.Stream) else None
         if cuda_stream is None and self.device.type == "cuda":
             cuda_stream = torch.cuda.current_stream(self.device)
@@ -297,8 +298,7 @@ class ReceiveStorage:
         if timeout is not None:
             timeout = checks.seconds("timeout", timeout)
         exchange = self._exchange
-        if not self._peers:
-            raise RuntimeError("reset: the receive storage is closed")
+        self._refuse_closed("reset")
         if exchange is None:
             raise RuntimeError(
                 "reset: ranks in one process are reset together; call reset() of their LocalGroup"
@@ -320,6 +320,10 @@ class ReceiveStorage:
         with agreement(exchange):  # nobody publishes before all is clear
             self._clear()
             _finish(self.device)
+
+    def _refuse_closed(self, what: str) -> None:
+        if not self._peers:
+            raise RuntimeError(f"{what}: the receive storage is closed")
 
     def _clear(self) -> None:
         with self._lock:
@@ -357,6 +361,7 @@ class LocalGroup(tuple[ReceiveStorage, ...]):
     def reset(self) -> None:
         """Clear all rows, counters and errors of all ranks, with no exchange under way."""
         for storage in self:
+            storage._refuse_closed("reset")
             _finish(storage.device)
             storage._clear()
             _finish(storage.device)
