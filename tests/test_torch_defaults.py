@@ -54,15 +54,8 @@ def results(call, returned):
     return {name: t.detach().cpu().contiguous().view(torch.uint8) for name, t in tensors.items()}
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("name", CALLS)
-def test_defaults_change_no_bit(backend, device, name, default):
-    if reason := unserved(name, backend, device):
-        pytest.skip(reason)
-    usual, unusual = CALLS[name](device, backend), CALLS[name](device, backend)
-    expected = usual.function(**usual.arguments)
-    with DEFAULTS[default]():
-        got = unusual.function(**unusual.arguments)
+def assert_same_outcome(usual, expected, unusual, got):
+    """Two calls have returned the same, and written the same."""
     if isinstance(expected, (int, dict)):
         assert got == expected
     before, after = results(usual, expected), results(unusual, got)
@@ -73,6 +66,31 @@ def test_defaults_change_no_bit(backend, device, name, default):
     for parts in itertools.chain(*groups):
         parts[PARTS.index("errors")] = parts[PARTS.index("errors")][:3]  # as above
     assert_same(*groups)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_defaults_change_no_bit(backend, device, name, default):
+    if reason := unserved(name, backend, device):
+        pytest.skip(reason)
+    usual, unusual = CALLS[name](device, backend), CALLS[name](device, backend)
+    expected = usual.function(**usual.arguments)
+    with DEFAULTS[default]():
+        got = unusual.function(**unusual.arguments)
+    assert_same_outcome(usual, expected, unusual, got)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_was_made_in_inference_mode_serves_outside_of_it(backend, device, name):
+    """PyTorch would not write there; a kernel does, and so must tensor code."""
+    if reason := unserved(name, backend, device):
+        pytest.skip(reason)
+    usual = CALLS[name](device, backend)
+    with torch.inference_mode():
+        unusual = CALLS[name](device, backend)
+    assert_same_outcome(
+        usual, usual.function(**usual.arguments), unusual, unusual.function(**unusual.arguments)
+    )
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

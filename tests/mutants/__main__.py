@@ -72,6 +72,7 @@ BASELINE = (
     "test_indexer.py",
     "test_indexer_steps.py",
     "test_indexer_graphs.py",
+    "test_indexer_allocations.py",
     "test_graph_query.py",
     "test_launcher.py",
     "test_flashinfer_install.py",
