@@ -28,6 +28,7 @@ from . import (
     compiled,
     decode,
     exchange,
+    exchange_kernels,
     indexer,
     install,
     kernels,
@@ -74,6 +75,7 @@ BASELINE = (
     "test_indexer_graphs.py",
     "test_graph_query.py",
     "test_launcher.py",
+    "test_cuda_order.py",
     "test_flashinfer_install.py",
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
@@ -108,6 +110,7 @@ MUTANTS = (
     + compiled.MUTANTS
     + prefill.MUTANTS
     + kernels.MUTANTS
+    + exchange_kernels.MUTANTS
     + triton_kernels.MUTANTS
     + indexer.MUTANTS
     + replay.MUTANTS
