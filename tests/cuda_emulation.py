@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +75,19 @@ def library(variant: Variant) -> ctypes.CDLL:
     return loaded
 
 
-LATE: list[tuple[Tensor, Tensor]] = []
-"""Tensors that the predecessor of a dependent launch writes last, each with what it writes; contiguous."""
+class Late(NamedTuple):
+    """Contiguous memory that the predecessor of a dependent launch writes last.
+
+    Every CTA finds `before` there until it has waited and `after` from then on; so does every launch. What a
+    kernel writes there is lost.
+    """
+
+    tensor: Tensor
+    before: Tensor
+    after: Tensor
+
+
+LATE: list[Late] = []
 
 
 def _run(
@@ -83,7 +95,8 @@ def _run(
 ) -> None:
     emulated = library(self.variant)
     emulated.emulate_nothing_late()
-    for tensor, after in LATE:
+    for tensor, before, after in LATE:
+        tensor.copy_(before if dependent else after)
         emulated.emulate_late(tensor.data_ptr(), after.data_ptr(), tensor.numel() * tensor.element_size())
     packed = ctypes.create_string_buffer(struct.pack(f"{len(words)}q", *words))
     failed = emulated.emulate((ctypes.c_uint * 3)(*grid), self.threads, dependent, packed)

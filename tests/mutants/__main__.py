@@ -85,6 +85,7 @@ BASELINE = (
 
 CUDA_BASELINE = (
     "test_cuda_forms.py",
+    "test_cuda_late.py",
     "test_topk_select_publish.py",
     "test_topk_select_prefill.py",
     "test_merge_candidates.py",

@@ -8,6 +8,9 @@ SYSTEM = "cuda_backend/device/ptx/system.cuh"
 PUBLISH = "cuda_backend/topk_select_publish.cu"
 MERGE = "cuda_backend/merge_candidates.cu"
 ORDER_TESTS = ("test_cuda_order.py", "-k", "legacy_row or tagged_row")
+LATE_PUBLISH_TESTS = ("test_cuda_late.py", "-k", "test_publish and 24-2")
+LATE_MERGE_TESTS = ("test_cuda_late.py", "-k", "test_merge and 2-")
+WAIT = "  wait_for_predecessor();\n  release_dependents();\n"
 
 MUTANTS = (
     Mutant(
@@ -40,5 +43,44 @@ MUTANTS = (
         "a kernel's lanes may read before the row has come",
         ((MERGE, "      meet_warp();  // what lane 0 acquired is for all of them\n", ""),),
         ORDER_TESTS,
+    ),
+    Mutant(
+        "a kernel reads scores and counts before its predecessor has ended",
+        (
+            (
+                PUBLISH,
+                WAIT + "\n  // All of these are on their way at once.\n",
+                "",
+            ),
+            (
+                PUBLISH,
+                "  const int seq_len = FUSED ?",
+                WAIT + "  const int seq_len = FUSED ?",
+            ),
+        ),
+        LATE_PUBLISH_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel takes the counter of a publish before its predecessor has ended",
+        (
+            (PUBLISH, WAIT, "  const int now = TAGGED ? load(counter) : 0;\n" + WAIT),
+            (PUBLISH, "static_cast<unsigned>(load(counter)) + 1u", "static_cast<unsigned>(now) + 1u"),
+        ),
+        LATE_PUBLISH_TESTS,
+        emulated=True,
+    ),
+    Mutant(
+        "a kernel merges rows that its predecessor has not replaced yet",
+        (
+            (MERGE, WAIT, ""),
+            (
+                MERGE,
+                "  if (lane == 0) shared.states[rank] =",
+                WAIT + "  if (lane == 0) shared.states[rank] =",
+            ),
+        ),
+        LATE_MERGE_TESTS,
+        emulated=True,
     ),
 )
