@@ -90,6 +90,7 @@ CUDA_BASELINE = (
     "test_topk_select_prefill.py",
     "test_merge_candidates.py",
     "test_exchange.py",
+    "test_decode_score_publish.py",
     "-k",
     "cuda-cpu and (every_form and (1-4-128 or 1-2-256) or not forms)",
 )

@@ -83,4 +83,10 @@ MUTANTS = (
         LATE_MERGE_TESTS,
         emulated=True,
     ),
+    Mutant(
+        "a kernel forgets the best of earlier rounds where it lists a whole round",
+        ((PUBLISH, "    listed += kTop;\n", ""),),
+        ("test_decode_score_publish.py", "-k", "cuda-cpu and rounds_of_equal"),
+        emulated=True,
+    ),
 )
