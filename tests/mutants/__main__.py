@@ -76,6 +76,7 @@ BASELINE = (
     "test_graph_query.py",
     "test_launcher.py",
     "test_cuda_order.py",
+    "test_polls.py",
     "test_flashinfer_install.py",
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
@@ -86,6 +87,7 @@ BASELINE = (
 CUDA_BASELINE = (
     "test_cuda_forms.py",
     "test_cuda_late.py",
+    "test_polls.py",
     "test_topk_select_publish.py",
     "test_topk_select_prefill.py",
     "test_merge_candidates.py",

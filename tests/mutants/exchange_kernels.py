@@ -89,4 +89,16 @@ MUTANTS = (
         ("test_decode_score_publish.py", "-k", "cuda-cpu and rounds_of_equal"),
         emulated=True,
     ),
+    Mutant(
+        "a kernel polls four times as often as its limit says",
+        (
+            (
+                "cuda_backend/device/waiting.cuh",
+                "static_cast<int>(spin_limit)",
+                "4 * static_cast<int>(spin_limit)",
+            ),
+        ),
+        ("test_polls.py", "-k", "cuda-cpu and publish"),
+        emulated=True,
+    ),
 )
