@@ -63,6 +63,11 @@ MUTANTS = (
         EXCHANGE_TESTS,
     ),
     Mutant(
+        "a wait polls four times as often as its limit says",
+        ((WAITING, "!= 0 else spin_limit", "!= 0 else 4 * spin_limit"),),
+        ("test_polls.py", "-k", "torch-cpu"),
+    ),
+    Mutant(
         "a failure is counted once a call",
         ((WAITING, "errors[0] += count", "errors[0] += 1"),),
         EXCHANGE_TESTS,
