@@ -18,6 +18,11 @@ GRAPH_TESTS = ("test_indexer_graphs.py", "-k", "not disagree")
 
 MUTANTS = (
     Mutant(
+        "windows planned in one place are taken",
+        ((STEPS, "if other is not plan:", "if False:"),),
+        ("test_indexer_steps.py", "-k", "planned_in_one_place"),
+    ),
+    Mutant(
         "the plan's spin limit does not reach the merge",
         (
             (

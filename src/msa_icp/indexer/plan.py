@@ -444,7 +444,7 @@ class MSAIcpIndexerPlan:
         Args:
             windows: `(start, end, block_table, plan)` of each window: token rows `[start, end)` of the query,
                 of `num_valid_pages` and of the carrier. Ordered, disjoint, not empty; `plan.total_q` is
-                `end - start`.
+                `end - start`, and no plan lies where another has been planned.
             score_scratch: as for `prefill_local`, for the longest window.
             num_valid_pages: `int32 [T]` of all windows.
             send: `int32 [4, T, 33]`: the carrier, written by `local`.
