@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import msa_icp
 from msa_icp import cases, reference, verify
 from msa_icp.cases import FP8, LAYOUTS, bits, fp8, poisoned
+from msa_icp.geometry import ShardLayout
 from msa_icp.prefill_cases import PrefillCase, prefill_case, rows_apart
 
 pytestmark = pytest.mark.prefill(["index_score_sharded"])
@@ -156,6 +157,36 @@ def test_causal_limit_at_every_row(backend, device, world_size, page_size):
                         assert (bits(out[t, :, column]) == cases.POISON).all(), (t, column)
                     else:
                         assert (out[t, :, column] == (max(seen) if seen else NEG_INF)).all(), (t, column)
+
+
+@layouts
+@pytest.mark.parametrize("tokens", [16, 40])
+def test_causal_limit_at_the_end_of_what_kernels_take_at_once(backend, device, world_size, page_size, tokens):
+    """A first token one key before, at and behind the end of 256, 512 and 1024 keys.
+
+    A kernel leaves its mask out where all tokens of a group see all keys of a tile: up to its last one.
+    """
+    ends = 256, 512, 1024
+    offsets = [end + first for end in ends for first in (-2, -1, 0)]
+    case = counting(
+        world_size,
+        page_size,
+        qo_lens=[tokens] * len(offsets),
+        kv_lens=[offset + tokens for offset in offsets],
+        qo_offset=offsets,
+    )
+    plan = replace(verify.prefill.plan_on_device(case, backend, device), max_query_len=tokens)
+    last = torch.tensor([position for *_, position in case.tokens()])[:, None]
+    pages = torch.arange(case.score_columns(compact=case.fused_compact))
+    rows = torch.arange(page_size // world_size)
+    for rank in range(world_size):
+        layout = ShardLayout(world_size, rank, page_size)
+        held = layout.key_position(pages[:, None], rows).flatten()
+        seen = torch.where(held <= last, held.float(), NEG_INF).view(len(last), len(pages), -1).amax(-1)
+        wanted = torch.where(pages * page_size <= last, seen, poisoned((1,), torch.float32))
+        out = score(case, rank, backend, device, plan=plan, compact=case.fused_compact).cpu()
+        wrong = (bits(out) != bits(wanted)[:, None]).any(1)
+        assert not wrong.any(), (rank, wrong.nonzero()[:5].tolist())
 
 
 def test_negative_zero_becomes_zero(backend, device):

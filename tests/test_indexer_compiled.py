@@ -94,3 +94,26 @@ def test_a_wrong_number_is_an_error_of_the_graph():
 
     with pytest.raises(Exception, match="tagged: must be False with fewer than 2 sparse layers"):
         layer(ranks.queries)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("whose", ["smaller", "other"])
+def test_a_storage_that_is_not_the_plans_is_refused(whose, tagged, fullgraph):
+    """Rows of a plan's capacity would be written behind the end of a smaller storage."""
+    ranks = Decode(batch(seq_lens=(300,), query_len=1), "torch", "cpu")
+    group = msa_icp.ReceiveStorage.in_process(2, capacity=ranks.plans[0].max_decode_tokens - 1)
+    comm = group[0] if whose == "smaller" else ranks.group[1]
+    arguments = ranks.arguments(0, tagged=tagged, slot=2, comm=comm)
+
+    def layer(queries):
+        ranks.plans[0].decode_publish(queries, ranks.keys[0], *ranks.buffers(0), **arguments)
+
+    torch._dynamo.reset()
+    field = "recv: must be of shape" if whose == "smaller" else "rank: must be 0"
+    with pytest.raises(Exception, match=rf"comm\.{field}"):
+        torch.compile(layer, fullgraph=fullgraph, backend="aot_eager")(ranks.queries)
+    for storage in (*group, *ranks.group):
+        assert not storage.recv.any()
+        assert not storage.tagged_recv.any()
+        assert not storage.publish_generations.any()

@@ -5,7 +5,9 @@ On a GPU the graphs are the device's, on a CPU those of graph_stand_in.py.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import importlib
 import sys
 import weakref
 
@@ -168,6 +170,23 @@ MOVED = {
         True,
     ),
 }
+
+
+@pytest.mark.exchange
+def test_every_launch_that_may_start_early_is_another_one(backend, device, monkeypatch):
+    """Dependent launch is part of a launch's key, also where no gap of the CUDA scorer's tells."""
+    if backend == "triton" and device == "cpu":
+        pytest.skip("no interpreted program starts early")
+    if backend == "cuda":
+        scorer = importlib.import_module("msa_icp.cuda_backend.decode_index_score_sharded")
+        monkeypatch.setattr(scorer, "SCHEDULE", dataclasses.replace(scorer.SCHEDULE, gaps_below=0))
+    ranks = Decode(batch(), backend, device)
+    early, late = (
+        ranks.steps(tagged=True, enable_pdl=how)[0].record(ranks.queries, ranks.keys[0], slot=0)
+        for how in (True, False)
+    )
+    assert len(early) == len(late) == 3
+    assert not {one.key() for one in early} & {one.key() for one in late}
 
 
 @pytest.mark.parametrize("what", MOVED)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from facade import Decode, Prefill, run_in_turn
-from helpers import SHORT_SPIN, assert_same, interpreted_only_if, snapshot
+from helpers import HEADS, SHORT_SPIN, assert_same, interpreted_only_if, snapshot
 from test_indexer import batch, comm_of, window
 
 import msa_icp
@@ -392,6 +392,38 @@ def test_windows_are_ordered_disjoint_and_not_empty(windows, named):
             ranks.received[0],
             ranks.outputs[0],
         )
+
+
+def test_windows_planned_in_one_place_are_refused():
+    """The plan of the second has overwritten the first one's; a plan that serves two windows has not."""
+    limits = {"max_num_batched_tokens": 8192, "max_model_len": 1 << 20}
+    ranks = Prefill(prefill_case("", 2, 128, qo_lens=(4,), kv_lens=(700,)), "torch", "cpu", **limits)
+
+    def planned(number):
+        names = (
+            "qo_segment_lens",
+            "kv_segment_lens",
+            "qo_segment_offsets",
+            "kv_segment_offsets",
+            "qo_offset",
+        )
+        metadata = [ranks.case.metadata()[name] for name in names]
+        return ranks.plans[0].prefill_window_plan(
+            number, *metadata, total_q=4, max_query_len=4, max_seq_len=700
+        )
+
+    def step(*plans):
+        carrier = torch.zeros(HEADS, 4 * len(plans), 33, dtype=torch.int32)
+        counts = torch.zeros(4 * len(plans), dtype=torch.int32)
+        windows = [(4 * i, 4 * i + 4, ranks.table, plan) for i, plan in enumerate(plans)]
+        rest = (carrier.view(2, 2, -1, 33), torch.zeros(4 * len(plans), 2, 16, dtype=torch.int32))
+        ranks.plans[0].prepare_prefill_step(windows, ranks.scratch, counts, carrier, *rest)
+
+    one = planned(0)
+    step(one, planned(1), one)
+    message = r"^windows\[2\] plan: must be in storage of its own .*planned over that of windows\[0\]$"
+    with pytest.raises(ValueError, match=message):
+        step(one, planned(1), planned(0))
 
 
 def prefill_step(ranks, **changes):

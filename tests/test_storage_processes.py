@@ -134,6 +134,18 @@ def test_a_reset_ends_within_its_own_limit(place, tmp_path):
 
 
 @places
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_a_reset_with_a_broken_device_ends_for_all(place, timeout, tmp_path):
+    """Not after the group's timeout: the others learn what it was, and a second one goes on."""
+    results = run_ranks(rank_processes.a_broken_device, 2, tmp_path, timeout, place=place)
+    assert results[1]["error"] == "planted"
+    assert "rank 1 gives up: planted" in results[0]["error"]
+    for found in results:
+        assert found["seconds"] < 5
+        assert found["wrong"] == 0
+
+
+@places
 def test_a_reset_with_a_limit(place, tmp_path):
     assert run_ranks(rank_processes.a_reset_with_a_limit, 2, tmp_path, place=place) == [0, 0]
 

@@ -68,6 +68,29 @@ def assert_same_outcome(usual, expected, unusual, got):
     assert_same(*groups)
 
 
+FLOATS = {
+    "score": "index_q index_k",
+    "publish": "scores",
+    "fused": "index_q index_k",
+    "write": "keys",
+    "prefill-score": "q k",
+    "prefill-select": "scores",
+    "prefill-fused": "q k",
+}
+
+
+@pytest.mark.parametrize(("name", "arguments"), FLOATS.items(), ids=lambda value: value.replace(" ", "-"))
+def test_inputs_that_require_a_gradient_change_no_bit(backend, device, name, arguments):
+    """A query that comes out of a projection whose weights have not been frozen."""
+    if reason := unserved(name, backend, device):
+        pytest.skip(reason)
+    usual, unusual = CALLS[name](device, backend), CALLS[name](device, backend)
+    expected = usual.function(**usual.arguments)
+    for argument in arguments.split():
+        unusual.arguments[argument].requires_grad_()
+    assert_same_outcome(usual, expected, unusual, unusual.function(**unusual.arguments))
+
+
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("name", CALLS)
 def test_defaults_change_no_bit(backend, device, name, default):

@@ -18,6 +18,11 @@ GRAPH_TESTS = ("test_indexer_graphs.py", "-k", "not disagree")
 
 MUTANTS = (
     Mutant(
+        "windows planned in one place are taken",
+        ((STEPS, "if other is not plan:", "if False:"),),
+        ("test_indexer_steps.py", "-k", "planned_in_one_place"),
+    ),
+    Mutant(
         "the plan's spin limit does not reach the merge",
         (
             (
@@ -27,6 +32,17 @@ MUTANTS = (
             ),
         ),
         (*FACADE_TESTS, "-k", "missing_peer"),
+    ),
+    Mutant(
+        "dependent launch is no part of a launch's key",
+        (("cuda_backend/launcher.py", "return self._dependent, *super().key()", "return super().key()"),),
+        ("test_indexer_graphs.py", "-k", "start_early"),
+        emulated=True,
+    ),
+    Mutant(
+        "a traced call takes any comm",
+        (("indexer/plan.py", 'comm_fields(arguments["comm"], self.limits, self.device)', "pass"),),
+        ("test_indexer_compiled.py", "-k", "not_the_plans"),
     ),
     Mutant(
         "every window is planned into the same words",

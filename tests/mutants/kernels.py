@@ -9,10 +9,23 @@ MANY_ROUNDS_TESTS = ("test_cuda_forms.py", "-k", "many_rounds and 36-2 and 2-256
 KERNEL_TAIL_TESTS = ("test_decode_index_score_sharded.py", "-k", "cuda-cpu and not exact and not every_byte")
 KERNEL_SELECT_TESTS = ("test_topk_select_publish.py", "-k", "cuda-cpu")
 KERNEL_WINDOW_TESTS = ("test_index_score_sharded.py", "-k", "cuda-cpu and not alignment and not any_window")
+KERNEL_LIMIT_TESTS = ("test_index_score_sharded.py", "-k", "cuda-cpu and end_of_what and 40-4-128")
 KERNEL_PREFILL_SELECT_TESTS = ("test_topk_select_prefill.py", "-k", "cuda-cpu")
 KERNEL_MERGE_TESTS = ("test_merge_candidates.py", "test_exchange.py", "-k", "cuda-cpu")
 
 MUTANTS = (
+    Mutant(
+        "a prefill kernel takes a tile whose last key no token may see to be whole",
+        (
+            (
+                "cuda_backend/index_score_sharded.cu",
+                "(item.last_key(first) + 1) / kTileSpan",
+                "(item.last_key(first) + 2) / kTileSpan",
+            ),
+        ),
+        KERNEL_LIMIT_TESTS,
+        emulated=True,
+    ),
     Mutant(
         "a prefill kernel's floor is one lane too high",
         (("cuda_backend/topk_select_prefill.cu", "above < kTop ?", "above < kTop - 1 ?"),),

@@ -122,6 +122,11 @@ MUTANTS = (
         PREFILL_WINDOW_TESTS,
     ),
     Mutant(
+        "a query that requires a gradient keeps it",
+        (("torch_backend/exact.py", "q.detach()", "q"),),
+        ("test_torch_defaults.py", "-k", "gradient"),
+    ),
+    Mutant(
         "rows of a window before its first",
         ((PREFILL_SCORER, "range(max(begin, first), end, most)", "range(begin, end, most)"),),
         PREFILL_WINDOW_TESTS,

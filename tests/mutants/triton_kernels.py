@@ -7,12 +7,15 @@ from .fault import Mutant
 SCORER = "triton_backend/decode_index_score_sharded.py"
 WAITING = "triton_backend/waiting.py"
 PUBLISH = "triton_backend/topk_select_publish.py"
+FUSED_WINDOW = "triton_backend/prefill_score_select.py"
 
 COMPILED_TESTS = ("test_triton_compile.py", "-k", "compiles_for and 90")
 EARLY_TESTS = ("test_triton_interpreted.py", "-k", "early")
 POLLS_TESTS = ("test_triton_interpreted.py", "-k", "polls")
 ROUNDS_TESTS = ("test_decode_score_publish.py", "-k", "triton-cpu and rounds")
 PITCH_TESTS = ("test_field_cases.py", "-k", "triton-cpu and test_07 and 4-128")
+LIMIT_TESTS = ("test_index_score_sharded.py", "-k", "triton-cpu and end_of_what and 40-4-128")
+CUT_TESTS = ("test_triton_prefill.py", "-k", "workers and prefix")
 WRITE_PITCH_TESTS = ("test_write_index_keys.py", "-k", "triton-cpu and big_pitch")
 
 MUTANTS = (
@@ -89,6 +92,36 @@ MUTANTS = (
         "a Triton scorer's gaps have no programs of their own",
         ((SCORER, "grid = (tiles * requests + gaps,)", "grid = (tiles * requests,)"),),
         EARLY_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a Triton prefill scorer lets tokens see the last key of the step behind them",
+        (("triton_backend/prefill_share.py", "* PAGE - 1 > all_see", "* PAGE - 2 > all_see"),),
+        LIMIT_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a fused Triton window keeps columns of another program's units",
+        ((FUSED_WINDOW, "keys = tl.where((column < end)[None, :], keys, -1)", "pass"),),
+        CUT_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a fused Triton window merges the first 16 lists of an item, not the best",
+        (("triton_backend/prefill_merge.py", "chosen = _best_lists(lists, row)", "pass"),),
+        CUT_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a fused Triton window forgets the best of the steps before",
+        (
+            (
+                FUSED_WINDOW,
+                "kept = merged16(kept, sorted8(eight(keys)))",
+                "kept = merged16((kept[15],) * 16, sorted8(eight(keys)))",
+            ),
+        ),
+        CUT_TESTS,
         interpreted=True,
     ),
 )

@@ -170,6 +170,10 @@ class KernelLaunch(Launch):
         if answer[0] is not own.success:
             checked(answer)
 
+    def key(self) -> tuple[Any, ...]:
+        """As of any launch; one that starts before its predecessor has ended is another launch."""
+        return self._dependent, *super().key()
+
     def as_a_call(self) -> None:
         """Launch as an eager call does: load, go to the device, give the thread a context, as is needed."""
         self._kernel.launch(self.grid, self.arguments, self._device, self._dependent)

@@ -32,12 +32,12 @@ class CheckedComm:
 
     def __init__(self, comm: Any, limits: Limits, device: torch.device) -> None:
         """Checks it; ValueError names the field."""
-        fields = _fields(comm, limits, device)
+        found = _placed_fields(comm, limits, device)
         self._known = [
             (name, field, field.data_ptr(), field.shape, field.stride())
-            for name, field in zip(FIELDS, fields, strict=True)
+            for name, field in zip(FIELDS, found, strict=True)
         ]
-        self._address = fields[0].data_ptr()
+        self._address = found[0].data_ptr()
 
     def still_describes(self, comm: Any) -> bool:
         """Whether every field of `comm` is the tensor that was checked, where and as it was."""
@@ -55,7 +55,8 @@ class CheckedComm:
         return isinstance(found, Tensor) and found.data_ptr() == self._address
 
 
-def _fields(comm: Any, limits: Limits, device: torch.device) -> tuple[Tensor, ...]:
+def comm_fields(comm: Any, limits: Limits, device: torch.device) -> list[Tensor]:
+    """The tensors of a `comm`, checked but for where they lie, which a traced function cannot know."""
     layout = limits.comm_layout
     ranks = (limits.world_size,)
     if isinstance(comm, ReceiveStorage) and comm.rank != limits.rank:  # another object's may mean anything
@@ -75,9 +76,15 @@ def _fields(comm: Any, limits: Limits, device: torch.device) -> tuple[Tensor, ..
         value = getattr(comm, name, None)
         found.append(checks.tensor(field, value, dtype, shape, device=device, contiguous=True))
     checks.at_least("comm.errors", found[-1], 0, 1)
+    return found
+
+
+def _placed_fields(comm: Any, limits: Limits, device: torch.device) -> list[Tensor]:
+    layout = limits.comm_layout
+    found = comm_fields(comm, limits, device)
     recv, tagged_recv = found[:2]
     distance = tagged_recv.data_ptr() - recv.data_ptr()
     if distance != layout["tagged_offset_bytes"]:
         must_be = f"{layout['tagged_offset_bytes']} bytes after comm.recv, in one storage"
         checks.refuse("comm.tagged_recv", must_be, f"{distance} bytes after it")
-    return tuple(found)
+    return found

@@ -14,7 +14,7 @@ from ..geometry import LEGACY_WORDS, NUM_HEADS
 from ..launches import Launch, launch
 from ..prefill_plan import MSAIcpScorePlan
 from . import chains, rules
-from .comm import CheckedComm, Comm
+from .comm import CheckedComm, Comm, comm_fields
 from .graphs import MSAIcpLayerGraphs
 from .limits import Limits
 from .steps import MSAIcpDecodeStep, MSAIcpPrefillStep
@@ -252,6 +252,8 @@ class MSAIcpIndexerPlan:
 
     def _decode(self, *tensors: Any, **arguments: Any) -> None:
         if is_dynamo_compiling():
+            # Nothing else ties the rows that a publish writes to this plan's capacity.
+            comm_fields(arguments["comm"], self.limits, self.device)
             chains.decode(self, *tensors, **arguments)
         else:
             launch(self.record_decode(*tensors, **arguments))
@@ -442,7 +444,7 @@ class MSAIcpIndexerPlan:
         Args:
             windows: `(start, end, block_table, plan)` of each window: token rows `[start, end)` of the query,
                 of `num_valid_pages` and of the carrier. Ordered, disjoint, not empty; `plan.total_q` is
-                `end - start`.
+                `end - start`, and no plan lies where another has been planned.
             score_scratch: as for `prefill_local`, for the longest window.
             num_valid_pages: `int32 [T]` of all windows.
             send: `int32 [4, T, 33]`: the carrier, written by `local`.

@@ -381,4 +381,18 @@ def _checked_windows(windows: Any, tokens: int) -> list[tuple[int, int, Tensor, 
             must_be = f"an MSAIcpScorePlan of total_q == end - start == {end - start}"
             was = f"of {plan.total_q}" if isinstance(plan, MSAIcpScorePlan) else type(plan)
             checks.refuse(f"windows[{place}] plan", must_be, was)
+    _refuse_plans_of_one_number([plan for *_, plan in found])
     return found
+
+
+def _refuse_plans_of_one_number(plans: list[MSAIcpScorePlan]) -> None:
+    """The later of two plans in one storage has overwritten the other; one plan may serve twice."""
+    planned: dict[int, MSAIcpScorePlan] = {}
+    for place, plan in enumerate(plans):
+        name = f"windows[{place}] plan"
+        words = checks.tensor(f"{name}.packed_work_info", plan.packed_work_info, torch.int64, ("words",))
+        other = planned.setdefault(words.data_ptr(), plan)
+        if other is not plan:
+            first = next(i for i, one in enumerate(plans) if one is other)
+            must_be = "in storage of its own (prefill_window_plan: another number)"
+            checks.refuse(name, must_be, f"planned over that of windows[{first}]")

@@ -46,6 +46,10 @@ def topk_select_publish(
         )
     )
     bases = recv_bases.tolist()
+    # NumPy's numbers, which are integers too, overflow in an address.
+    slot, rank, world_size, heads_per_rank, capacity = map(
+        int, (slot, rank, world_size, heads_per_rank, capacity)
+    )
 
     def destination(head: int, width: int, dtype: torch.dtype) -> Tensor:
         first = geometry.first_receive_row(
@@ -55,13 +59,12 @@ def topk_select_publish(
         return memory(address, (tokens, width), dtype)
 
     if generations is not None:
+        targets = [destination(head, geometry.TAGGED_WORDS, torch.int64) for head in range(heads)]
         counters = generations[slot, :, :tokens]
         counters += 1
-        for head in range(heads):
+        for head, target in enumerate(targets):
             # Aligned 64-bit lanes: each word and its tag become visible together.
-            destination(head, geometry.TAGGED_WORDS, torch.int64).copy_(
-                rows.tag(words[:, head], counters[head])
-            )
+            target.copy_(rows.tag(words[:, head], counters[head]))
         return
 
     targets = [destination(head, geometry.LEGACY_WORDS, torch.int32) for head in range(heads)]
@@ -74,8 +77,10 @@ def topk_select_publish(
         word = ctypes.c_int32.from_address(targets[head][t, rows.READY_WORD].data_ptr())
         return lambda: word.value != 0
 
-    late = wait((tokens, heads), look, lambda free: _store(words, targets, free), watch, errors, spin_limit)
-    record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
+    def ended(late: Tensor) -> None:
+        record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
+
+    wait((tokens, heads), look, lambda free: _store(words, targets, free), watch, ended, errors, spin_limit)
 
 
 def _store(words: Tensor, targets: list[Tensor], free: Tensor) -> None:
