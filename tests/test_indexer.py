@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from types import SimpleNamespace
 
@@ -235,6 +237,34 @@ def test_a_wrong_argument_is_named_and_nothing_is_launched(backend, device, name
         ranks.plans[0].decode(**call)
     assert_same(snapshot(ranks.group), before)
     assert torch.equal(ranks.scores[0].view(torch.int32), scores)
+
+
+@pytest.mark.parametrize("call", ["decode", "decode_publish", "decode_merge", "a step"])
+@pytest.mark.parametrize("room", ["scores of the limit", "more scores", "a pool"])
+def test_too_many_tokens_are_told_from_their_limit(call, room):
+    ranks = Decode(batch(seq_lens=(300,) * 7), "torch", "cpu")
+    buffers, changes = list(ranks.buffers(0)), {}
+    if room == "more scores":
+        buffers[3] = torch.zeros(20, 4, 64)
+    elif room == "a pool":
+        changes["pool"] = torch.zeros(12 * 4 * 128 * 16 * 8, dtype=torch.uint8)
+    arguments = ranks.arguments(0, tagged=True, **changes)
+    layer = ranks.queries, ranks.keys[0]
+    if call == "a step":
+        step = ranks.plans[0].prepare_decode_step(*buffers, **arguments)
+        run = functools.partial(step.run, *layer, slot=0)
+    else:
+        run = functools.partial(getattr(ranks.plans[0], call), *layer, *buffers, slot=0, **arguments)
+    with pytest.raises(ValueError, match=r"^index_q\.shape\[0\]: must be at most max_decode_tokens = 12"):
+        run()
+
+
+def test_the_halves_of_decode_have_its_signature():
+    decode, *halves = (
+        inspect.signature(getattr(indexer.MSAIcpIndexerPlan, name))
+        for name in ("decode", "decode_publish", "decode_merge")
+    )
+    assert halves == [decode] * 2
 
 
 def test_tagged_rows_need_two_layers():
