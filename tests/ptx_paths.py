@@ -65,9 +65,7 @@ class Paths:
     @cached_property
     def accesses(self) -> set[int]:
         """Everything that touches memory which others may touch: not a CTA's own, not the arguments."""
-        own = {
-            n for n, name in enumerate(self.operations) if re.search(r"\.(param|shared::cta|shared)\b", name)
-        }
+        own = self.where(r"\S+\.(param|shared|local)\b\S*")
         copies = self.where(r"cp\.async\.\w+\.shared\S*\.global\S*|cp\.async\.bulk\S*")
         return (self.where(r"(ld|st|atom|red|multimem|prefetch)\.\S+") - own) | copies
 

@@ -72,6 +72,12 @@ def test_two_groups_of_two(place, tmp_path):
         (4, 2, "after", True, "spare"),
         (4, 3, "middle", True, "two"),
         (2, 1, "middle", False, "spare"),
+        (2, 0, "before", False, "spare"),
+        (2, 0, "after", True, "spare"),
+        (2, 1, "middle", True, "spare"),
+        (4, 1, "before", True, "two"),
+        (4, 0, "after", False, "two"),
+        (4, 3, "middle", False, "spare"),
     ],
 )
 def test_a_killed_rank_is_named_within_one_limit(place, world_size, dead, when, tagged, go_on, tmp_path):

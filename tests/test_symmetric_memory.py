@@ -19,8 +19,12 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sta
 @linux
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_both_forms_a_reset_and_nothing_left(world_size, tmp_path):
-    for found in run_ranks(stand_in.works, world_size, tmp_path):
+    for rank, found in enumerate(run_ranks(stand_in.works, world_size, tmp_path)):
         assert found == {
+            "synchronized": [
+                rank + 1,
+                0,
+            ],  # the mark is there before the peers look, and gone before they store
             "cleared": True,
             "distinct": world_size,
             "mine": True,

@@ -151,6 +151,17 @@ MUTANTS = (
         ("test_symmetric_memory.py", "-k", "both_forms and 2"),
     ),
     Mutant(
+        "a mark is cleared some time after the storage is there",
+        (
+            (
+                "symmetric_memory.py",
+                "        mine[0] = 0\n        torch.cuda.synchronize(device)\n",
+                "        mine[0] = 0\n",
+            ),
+        ),
+        ("test_symmetric_memory.py", "-k", "both_forms and 2"),
+    ),
+    Mutant(
         "PyTorch may set up multicast",
         (("symmetric_memory.py", 'os.environ[NO_MULTICAST] = "1"', 'os.environ[NO_MULTICAST] = "0"'),),
         ("test_symmetric_memory.py", "-k", "both_forms and 2"),
