@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +13,43 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from msa_icp.bench.decode_chain import WAYS, Row, quickest
 
 RESULTS = Path(__file__).parent / "results"
 BATCH_COLORS = ("#88ccee", "#4477aa", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#222222")
 COLORS = {"P128W2": "#4477aa", "P128W4": "#ee6677", "P256W2": "#228833", "P256W4": "#ccbb44"}
+CONTEXTS = (8, 32, 128, 512, 1024)
+"""Ticks, in thousands of keys."""
+RATIOS = (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8)
+RATIOS_NEAR_ONE = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.3, 1.5)
 
 
-def main() -> None:
-    for path in sorted(RESULTS.glob("decode_score_*.json")):
-        document = json.loads(path.read_text())
-        if any(row["plain_read_us"] is not None for row in document["rows"]):
-            decode_score(document, path.with_suffix(".png"))
-    for path in sorted(RESULTS.glob("decode_chain_*.json")):
-        decode_chain(json.loads(path.read_text()), path.with_suffix(".png"))
-    for path in sorted(RESULTS.glob("prefill_*.json")):
-        prefill(json.loads(path.read_text()), path.with_suffix(".png"))
-    for path in sorted(RESULTS.glob("multi_gpu_*.json")):
-        multi_gpu(json.loads(path.read_text()), path.with_suffix(".png"))
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="JSON files to draw, each beside itself; by default all those in benchmarks/results",
+    )
+    files: list[Path] = parser.parse_args(arguments).files
+    for path in files or sorted(RESULTS.glob("*.json")):
+        picture = next((draw for kind, draw in PICTURES.items() if path.name.startswith(f"{kind}_")), None)
+        if picture is not None:
+            picture(json.loads(path.read_text()), path.with_suffix(".png"))
+        elif files:
+            parser.error(f"{path}: a file that is drawn begins with {', '.join(PICTURES)}")
+
+
+def _log_axis(axis: Any, ticks: Sequence[float]) -> None:
+    """A logarithmic axis with these ticks, in decimals, as far as they are in its range."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def prefill(document: dict[str, Any], to: Path) -> None:
@@ -64,7 +84,9 @@ def prefill(document: dict[str, Any], to: Path) -> None:
 
 def decode_score(document: dict[str, Any], to: Path) -> None:
     """Plain read / ours over the bytes of K: a line of panels a backend, a panel a query length."""
-    rows = document["rows"]
+    rows = [row for row in document["rows"] if row["plain_read_us"] is not None]
+    if not rows:
+        return
     backends = sorted({row["backend"] for row in rows})
     query_lens = sorted({row["query_len"] for row in rows})
     figure, panels = plt.subplots(
@@ -115,12 +137,18 @@ def decode_chain(document: dict[str, Any], to: Path) -> None:
     layouts = sorted({key[:2] for key in cells}, reverse=True)
     if not layouts:
         return
-    others = ("replicated", "page_strided")
+    others = {"replicated": RATIOS, "page_strided": RATIOS_NEAR_ONE}
     figure, panels = plt.subplots(
-        len(layouts), 2, figsize=(9, 3 * len(layouts)), sharex=True, squeeze=False, layout="constrained"
+        len(layouts),
+        2,
+        figsize=(9, 3 * len(layouts)),
+        sharex=True,
+        sharey="col",
+        squeeze=False,
+        layout="constrained",
     )
     for line, (world_size, page_size) in enumerate(layouts):
-        for other, panel in zip(others, panels[line], strict=True):
+        for (other, ticks), panel in zip(others.items(), panels[line], strict=True):
             for requests, color in zip(sorted({key[2] for key in cells}), BATCH_COLORS, strict=False):
                 points = sorted(
                     (key[3] / 1024, times[other] / times["chain"])
@@ -130,8 +158,8 @@ def decode_chain(document: dict[str, Any], to: Path) -> None:
                 if points:
                     panel.plot(*zip(*points, strict=True), "o-", color=color, label=requests, markersize=4)
             panel.axhline(1, color="#888888", linewidth=0.8)
-            panel.set_xscale("log", base=2)
-            panel.set_yscale("log", base=2)
+            _log_axis(panel.xaxis, CONTEXTS)
+            _log_axis(panel.yaxis, ticks)
             panel.set_title(
                 f"{other.replace('_', '-')} / sharded, W = {world_size}, P = {page_size}", fontsize=10
             )
@@ -196,8 +224,8 @@ def _against_replicated(panel: Any, rows: list[dict[str, Any]]) -> None:
         if points:
             panel.plot(*zip(*points, strict=True), "o-", color=color, label=requests, markersize=4)
     panel.axhline(1, color="#888888", linewidth=0.8)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log", base=2)
+    _log_axis(panel.xaxis, CONTEXTS)
+    _log_axis(panel.yaxis, RATIOS)
     panel.set_xlabel("context, thousands of keys")
     panel.set_ylabel("replicated / sharded")
     panel.set_title(f"a layer of decode, P = {rows[0]['page_size']}", fontsize=10)
@@ -218,6 +246,15 @@ def _prefill_parts(panel: Any, rows: list[dict[str, Any]]) -> None:
     panel.set_ylabel("microseconds a layer")
     panel.set_title("prefill; line: all three together", fontsize=10)
     panel.legend(fontsize=8)
+
+
+PICTURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "decode_score": decode_score,
+    "decode_chain": decode_chain,
+    "prefill": prefill,
+    "multi_gpu": multi_gpu,
+}
+"""What the names of the files begin with, and what draws them."""
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,11 +73,26 @@ def library(variant: Variant) -> ctypes.CDLL:
     loaded.emulate_late.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong]
     loaded.emulate_late.restype = None
     loaded.emulate_nothing_late.restype = None
+    loaded.emulate_watched.argtypes = [ctypes.c_void_p]
+    loaded.emulate_watched.restype = ctypes.c_ulonglong
     return loaded
 
 
-LATE: list[tuple[Tensor, Tensor]] = []
-"""Tensors that the predecessor of a dependent launch writes last, each with what it writes; contiguous."""
+class Late(NamedTuple):
+    """Contiguous memory that the predecessor of a dependent launch writes last.
+
+    Every CTA finds `before` there until it has waited and `after` from then on; so does every launch. What a
+    kernel writes there is lost.
+    """
+
+    tensor: Tensor
+    before: Tensor
+    after: Tensor
+
+
+LATE: list[Late] = []
+POLLS: Counter[int] = Counter()
+"""How often kernels have polled a word, for every address that is a key here."""
 
 
 def _run(
@@ -83,10 +100,15 @@ def _run(
 ) -> None:
     emulated = library(self.variant)
     emulated.emulate_nothing_late()
-    for tensor, after in LATE:
+    for tensor, before, after in LATE:
+        tensor.copy_(before if dependent else after)
         emulated.emulate_late(tensor.data_ptr(), after.data_ptr(), tensor.numel() * tensor.element_size())
+    (watched,) = POLLS or (0,)
+    emulated.emulate_watched(watched)
     packed = ctypes.create_string_buffer(struct.pack(f"{len(words)}q", *words))
     failed = emulated.emulate((ctypes.c_uint * 3)(*grid), self.threads, dependent, packed)
+    if watched:
+        POLLS[watched] += emulated.emulate_watched(None)
     if failed is not None:
         raise RuntimeError(f"{self.variant.name}: {failed.decode()}")
 

@@ -63,8 +63,14 @@ def methods(of: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return {name: node for name, node in found.items() if not name.startswith("_")}
 
 
-def attributes(of: ast.ClassDef) -> set[str]:
-    """The public attributes that a class gives itself."""
+def attributes(file: str, name: str) -> set[str]:
+    """The public attributes that a class gives itself, those of its bases in the file among them."""
+    of = classes(file)[name]
+    bases = [base.id for base in of.bases if isinstance(base, ast.Name) and base.id in classes(file)]
+    return _own_attributes(of).union(*(attributes(file, base) for base in bases))
+
+
+def _own_attributes(of: ast.ClassDef) -> set[str]:
     stored = (n for n in ast.walk(of) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
     names = {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
     return {name for name in names if not name.startswith("_")}

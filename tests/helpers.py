@@ -86,6 +86,7 @@ def publish(
     offset: int = 0,
     spin_limit: int = SPIN_LIMIT,
     errors: Tensor | None = None,
+    enable_pdl: bool = False,
 ) -> None:
     """`msa_icp_topk_select_publish` from one rank's storage."""
     msa_icp.msa_icp_topk_select_publish(
@@ -101,6 +102,7 @@ def publish(
         force_begin_blocks=force[0],
         force_end_blocks=force[1],
         spin_limit=spin_limit,
+        enable_pdl=enable_pdl,
         generations=storage.publish_generations if tagged else None,
         index_scale=scale,
         index_offset=offset,
@@ -118,6 +120,7 @@ def merge(
     force: tuple[int, int] = (0, 0),
     spin_limit: int = SPIN_LIMIT,
     errors: Tensor | None = None,
+    enable_pdl: bool = False,
 ) -> Tensor:
     """`msa_icp_merge_candidates` into a poisoned output, `[T, hpr, 16]` on the CPU."""
     num_valid = torch.as_tensor(num_valid, dtype=torch.int32, device=storage.device)
@@ -130,6 +133,7 @@ def merge(
         init_blocks=force[0],
         local_blocks=force[1],
         spin_limit=spin_limit,
+        enable_pdl=enable_pdl,
         expected_generations=storage.expected_generations[slot] if tagged else None,
         backend=backend,
     )

@@ -95,6 +95,17 @@ def uneven_chunks(rank: int, world_size: int, folder: Path) -> list[list[int]]:
     return found
 
 
+def made_in_inference_mode(rank: int, world_size: int, folder: Path) -> list[int]:
+    """Buffers that PyTorch writes in that mode alone, and a call outside of it."""
+    with torch.inference_mode():
+        memory, carrier, received = buffers(world_size, 5, sliced=True)
+        carrier.copy_(carrier_words(rank, 5, 0))
+    msa_icp.exchange_prefill(carrier, received)
+    with torch.inference_mode():
+        sent, expected = carrier_words(rank, 5, 0), received_words(rank, world_size, 5, 0)
+        return wrong_words(memory, carrier, received, sent, expected)
+
+
 class Operations(TorchDispatchMode):
     """The operations that are dispatched."""
 

@@ -447,6 +447,30 @@ def nobody_resets_with_it(rank: int, world_size: int, folder: Path) -> dict[str,
     return {"seconds": time.monotonic() - began, "error": error}
 
 
+def a_broken_device(rank: int, world_size: int, folder: Path, timeout: float | None) -> dict[str, Any]:
+    """Rank 1's device fails in a reset, and is well again at the next."""
+    with create() as storage:
+        run_layers(storage, range(4), tagged=True)
+        own = msa_icp.storage._finish
+
+        def broken(device: torch.device) -> None:
+            raise RuntimeError("planted")
+
+        dist.barrier()
+        began = time.monotonic()
+        if rank == 1:
+            msa_icp.storage._finish = broken
+        try:
+            storage.reset(timeout)
+            error = ""
+        except RuntimeError as caught:
+            error = str(caught)
+        seconds = time.monotonic() - began
+        msa_icp.storage._finish = own
+        storage.reset(timeout)
+        return {"error": error, "seconds": seconds, "wrong": run_layers(storage, range(4), tagged=True)}
+
+
 def a_reset_with_a_limit(rank: int, world_size: int, folder: Path) -> int:
     """A reset for which everybody comes within its limit."""
     with create() as storage:

@@ -12,6 +12,7 @@ import os
 import pickle
 import signal
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ class StandIn:
         self.no_access: set[tuple[int, int]] = set()
         self.fails: str | None = None
         """Where this rank's rendezvous goes wrong: "allocation", "early", "late", "mapping", "killed"."""
-        self.synchronized = 0
+        self.synchronized: list[int] = []
+        """The first word of this rank's allocation at every wait for the device."""
         self.multicast: list[str | None] = []
         self._blocks: dict[int, SharedBlock] = {}
+        self._words: weakref.ref[torch.Tensor] | None = None
         self._keys = itertools.count()
 
     def install(self) -> StandIn:
@@ -52,7 +55,8 @@ class StandIn:
         return self
 
     def _synchronize(self, device: torch.device) -> None:
-        self.synchronized += 1
+        if self._words is not None and (words := self._words()) is not None:
+            self.synchronized.append(int(words[0]))
 
     def _properties(self, device: torch.device | int) -> Any:
         index = device if isinstance(device, int) else device.index
@@ -72,6 +76,7 @@ class StandIn:
         block = SharedBlock.allocate(size[0] * dtype.itemsize)
         words = block.map(dtype).fill_(77)
         self._blocks[words.data_ptr()] = block
+        self._words = weakref.ref(words)  # its owner frees it
         return words
 
     def rendezvous(self, words: torch.Tensor, name: str) -> Handle:
@@ -143,6 +148,7 @@ def works(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     stand_in = StandIn(rank).install()
     found: dict[str, Any] = {}
     with create(rank) as storage:
+        found["synchronized"] = list(stand_in.synchronized)
         found["cleared"] = not storage.recv.any() and not storage.tagged_recv.any()
         dist.barrier()
         found["distinct"] = len(set(storage.recv_bases.tolist()))

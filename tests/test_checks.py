@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
-from calls import CALLS, EXCHANGE, score_call, unserved
+from calls import CALLS, COMM_FIELDS, EXCHANGE, score_call, unserved
 from helpers import assert_same, snapshot
 from rules import Rule
 from rules_decode import DECODE_RULES
@@ -114,11 +115,28 @@ def test_a_wrong_batch_size_says_what_it_was_compared_with(name, source):
         call.function(**call.arguments)
 
 
-def test_integers_of_other_types_are_integers(backend, device):
-    """What an engine computes with numpy or torch sizes is an integer too."""
-    call = score_call(device, backend)
-    call.arguments["rank"] = call.arguments["seq_lens"].shape.numel() - 2
-    call.function(**call.arguments)
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "register"])
+def test_integers_of_numpy_are_integers(backend, device, name, kind):
+    """What an engine computes with NumPy is an integer too: everything is written as with Python's own."""
+    if unserved(name, backend, device):
+        pytest.skip(unserved(name, backend, device))
+    written = []
+    for convert in (int, kind):
+        call = CALLS[name](device, backend)
+        numbers = {key: convert(value) for key, value in call.arguments.items() if type(value) is int}
+        assert numbers
+        call.function(**{**call.arguments, **numbers})
+        tensors = {key: value for key, value in call.tensors().items() if "bases" not in key}
+        for number, storage in enumerate(call.group):
+            tensors |= {
+                f"{number} {field}": getattr(storage, field) for field in COMM_FIELDS if "bases" not in field
+            }
+        written.append(
+            {key: value.detach().cpu().contiguous().view(torch.uint8) for key, value in tensors.items()}
+        )
+    for key, right in written[0].items():
+        assert torch.equal(written[1][key], right), key
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,6 +12,7 @@ import itertools
 import cuda_emulation
 import pytest
 import torch
+from cuda_emulation import Late
 from helpers import HEADS, score
 
 import msa_icp
@@ -166,10 +167,9 @@ def test_what_the_predecessor_writes_late_is_not_touched_early(
 ):
     choose(monkeypatch, form)
     case, keys, q, table, lens, late = late_batch(world_size, page_size, query_len)
-    after = [part.clone() for part in late]
-    for part in late:
-        part.fill_(0x38)  # 1.0: plausible, and wrong
-    monkeypatch.setattr(cuda_emulation, "LATE", list(zip(late, after, strict=True)))
+    plausible = [torch.full_like(part, 0x38) for part in late]  # 1.0
+    pieces = [Late(part, before, part.clone()) for part, before in zip(late, plausible, strict=True)]
+    monkeypatch.setattr(cuda_emulation, "LATE", pieces)
     out = poisoned((case.tokens, HEADS, case.score_columns), torch.float32, device)
     changes = {"index_q": q, "index_k": keys, "block_table": table, "seq_lens": lens, "enable_pdl": True}
     score(case, 1, "cuda", device, out, **changes)

@@ -165,19 +165,24 @@ def test_a_late_publish_stores_nothing(backend, device):
     assert group[1].recv[0, 0, :, 0, 32].tolist() == [1, 1]
 
 
-@forms
-@pytest.mark.parametrize("step", [4, 8, 20])
-def test_rounds_of_any_size(backend, device, monkeypatch, step, tagged):
-    """The best so far goes from round to round, also where a round has no candidate."""
+def in_rounds(monkeypatch, backend, step):
+    """Make the fused form score `step` columns at a time."""
     if backend == "torch":
         pytest.skip("the torch backend has no rounds")
-    if backend == "triton":
-        interpreted_only_if(step == 8 and not tagged, backend, device)
     monkeypatch.setattr(
         importlib.import_module(f"msa_icp.{backend}_backend.decode_score_publish"),
         "pool_rounds",
         lambda columns: [(first, min(step, columns - first)) for first in range(0, columns, step)],
     )
+
+
+@forms
+@pytest.mark.parametrize("step", [4, 8, 20])
+def test_rounds_of_any_size(backend, device, monkeypatch, step, tagged):
+    """The best so far goes from round to round, also where a round has no candidate."""
+    if backend == "triton":
+        interpreted_only_if(step == 8 and not tagged, backend, device)
+    in_rounds(monkeypatch, backend, step)
     case = cases.decode_case(
         "",
         2,
@@ -189,6 +194,19 @@ def test_rounds_of_any_size(backend, device, monkeypatch, step, tagged):
         local_blocks=2,
     )
     assert_equal_rows(case, backend, device, tagged=tagged)
+
+
+@forms
+def test_rounds_of_equal_scores(backend, device, monkeypatch, tagged):
+    """The best 16 are all of the first round, and every column of every later one is as good as the last."""
+    if backend == "triton":
+        interpreted_only_if(False, backend, device)
+    in_rounds(monkeypatch, backend, 32)
+    lens = (70 * 128, 41 * 128 + 3)
+    case = cases.decode_case("", 2, 128, seq_lens=lens, queries=cases.zeros, local_blocks=0)
+    group = assert_equal_rows(case, backend, device, tagged=tagged)
+    row = (group[0].tagged_recv if tagged else group[0].recv)[0, 0, 0, 0]
+    assert row[16:32].int().tolist() == list(range(16))
 
 
 @pytest.mark.large

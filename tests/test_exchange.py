@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -297,11 +298,56 @@ def test_only_ranks_that_went_on(backend, device):
     got = take(group, 0, backend, tagged=True, spin_limit=SHORT_SPIN)
     assert (got == -1).all()
     assert_failed(group[0].errors, TOKENS, 0, 0, range(TOKENS))
-    with pytest.raises(
-        msa_icp.IcpTimeoutError, match="had failed before went on and has overwritten"
-    ) as caught:
+    with pytest.raises(msa_icp.IcpTimeoutError, match="overwritten by a newer use of the slot set") as caught:
         group[0].check()
     assert caught.value.ranks == ()
+
+
+@forms
+@pytest.mark.parametrize("half", [put, take])
+def test_ctrl_c_in_a_wait_is_a_failure(tagged, half, monkeypatch):
+    """On a CPU, where a wait is Python's: what it left out of step is found by a check."""
+    group = group_of(2, "cpu")
+    scores = step_scores(2, 0)
+    put(group, 0, scores, "torch", slot=1, tagged=tagged)
+    if half is put and tagged:
+        pytest.skip("a tagged publish waits for nobody")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("msa_icp.torch_backend.waiting._yield", interrupt)
+    arguments = (scores, "torch") if half is put else ("torch",)  # its own rows have not been merged
+    with pytest.raises(KeyboardInterrupt):
+        half(group, 0, *arguments, slot=1, tagged=tagged)
+    assert group[0].errors[:2].tolist() == [TOKENS * (4 if half is put else 2), 2]
+    with pytest.raises(msa_icp.IcpTimeoutError) as caught:
+        group[0].check()
+    assert caught.value.ranks == ((0,) if half is put else (1,))
+    if tagged:
+        assert group[0].expected_generations[1].tolist() == [[1] * TOKENS] * 2
+
+
+def test_a_comm_behind_a_header_names_its_slot(backend, device):
+    """Where the rows lie tells nothing there: the name of the slot set does."""
+    layout = msa_icp.msa_icp_comm_layout(2, 2, TOKENS)
+    words = torch.zeros(2 * 2 * TOKENS * 33 + layout["storage_words"], dtype=torch.int32, device=device)
+    words = words[2 * 2 * TOKENS * 33 :]
+    legacy = layout["tagged_offset_bytes"] // 4
+    comm = SimpleNamespace(
+        recv=words[:legacy].view(layout["legacy_shape"]),
+        tagged_recv=words[legacy:].view(torch.int64).view(layout["tagged_shape"]),
+        expected_generations=torch.zeros(layout["expected_shape"], dtype=torch.int32, device=device),
+        errors=torch.zeros(4, dtype=torch.int32, device=device),
+    )
+    num_valid = torch.full((1,), 9, dtype=torch.int32, device=device)
+    output = torch.zeros(1, 2, 16, dtype=torch.int32, device=device)
+    numbers = {"init_blocks": 0, "local_blocks": 0, "spin_limit": SHORT_SPIN, "backend": backend}
+    for tagged in (False, True):
+        for slot in range(3):
+            comm.errors.zero_()
+            msa_icp.merge_received(comm, num_valid, output, slot=slot, tagged=tagged, **numbers)
+            assert comm.errors.tolist() == [2, slot + 1, 3, 0]
 
 
 @forms

@@ -36,6 +36,10 @@ def test_no_tensor_is_made(tmp_path):
         assert {"c10d.send", "c10d.recv_", "aten.copy_"} <= set(operations)
 
 
+def test_buffers_of_inference_mode_are_written_outside_of_it(tmp_path):
+    assert run_ranks(ranks.made_in_inference_mode, 2, tmp_path) == [RIGHT] * 2
+
+
 def test_groups_of_a_larger_job(tmp_path):
     for found in run_ranks(ranks.groups_of_two, 4, tmp_path):
         *words, refused = found

@@ -35,6 +35,8 @@ SIZES = (
 )
 BY_TENSOR = tuple(name for name in NAMES if name not in BY_DEVICE + SIZES)
 REAL = importlib.util.find_spec("flashinfer") is not None
+NO_LIBRARY = "raise OSError('libcudart.so.13: cannot open shared object file')"
+"""A module that finds no library of CUDA while it is imported."""
 
 
 class Package(ModuleType):
@@ -228,12 +230,16 @@ def test_flashinfer_is_asked_once_a_device_and_never_about_a_cpu(installed):
         ((12, 0), "ours"),
     ],
 )
-@pytest.mark.parametrize("lost", ["the module", "the function"])
+@pytest.mark.parametrize("lost", ["the module", "a library", "the function"])
 def test_without_is_supported_the_compute_capability_decides(
-    installed, current_device, capability, who, lost
+    installed, current_device, capability, who, lost, tmp_path
 ):
     if lost == "the module":
         current_device.setitem(sys.modules, "flashinfer.experimental.cake_msa_icp_indexer", None)
+    elif lost == "a library":
+        (tmp_path / "cake_msa_icp_indexer.py").write_text(NO_LIBRARY)
+        installed.experimental.__path__ = [str(tmp_path)]
+        current_device.delitem(sys.modules, "flashinfer.experimental.cake_msa_icp_indexer")
     else:
         del installed.kernels.is_supported
     current_device.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -400,6 +406,17 @@ def test_a_flashinfer_without_msa_ops_is_an_import_error(flashinfer, monkeypatch
     monkeypatch.setitem(sys.modules, "flashinfer.msa_ops.cake_icp_indexer", None)
     with pytest.raises(ImportError, match=r"cake_icp_indexer.*or import the functions from msa_icp itself"):
         msa_icp.install()
+
+
+def test_a_flashinfer_that_lacks_a_library_is_an_import_error(flashinfer, monkeypatch, tmp_path):
+    """As where CUDA's runtime is missing: what loads it raises no ImportError."""
+    (tmp_path / "msa_ops.py").write_text(NO_LIBRARY)
+    flashinfer.package.__path__ = [str(tmp_path)]
+    monkeypatch.delitem(sys.modules, "flashinfer.msa_ops")
+    with pytest.raises(ImportError, match=r"here \(libcudart\.so\.13.*msa_icp itself") as raised:
+        msa_icp.install()
+    assert raised.value.name == "flashinfer"
+    assert not upstream._originals
 
 
 @pytest.mark.parametrize("module", ["msa_ops", "definitions"])

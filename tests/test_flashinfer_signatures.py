@@ -9,11 +9,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import re
 from inspect import Parameter
+from pathlib import Path
 
 import flashinfer_source as source
 import pytest
 import torch
+from facade import Decode, Prefill
+from test_indexer import batch, window
+from test_indexer_steps import prefill_step
 
 import msa_icp
 from msa_icp import indexer
@@ -37,8 +42,14 @@ METHODS = [
     for of in CLASSES
     for name in (source.methods(source.classes(source.FACADE)[of]) if source.MISSING is None else ())
 ]
-THEIRS_ALONE = {"arch"}
-"""Attributes of FlashInfer's plan that mean nothing elsewhere: the name of one of its builds."""
+THEIRS_ALONE = {
+    "MSAIcpIndexerPlan": {"arch"},
+    "MSAIcpPrefillStep": {"device_index", "local_kwargs"},
+    "MSAIcpDecodeStep": {"args", "device_index", "kwargs"},
+    "MSAIcpLayerGraphs": {"device_index"},
+    "MSAIcpGraphStep": {"cache", "decode", "decode_tokens", "exchange", "exchange_key", "prefill"},
+}
+"""Public attributes of FlashInfer's objects that ours have not; docs/integration.md lists them."""
 
 
 def differences(theirs: list[Parameter], ours: list[Parameter]) -> list[str]:
@@ -117,26 +128,33 @@ def test_the_methods_that_an_engine_calls_are_among_them():
         assert names <= {name for cls, name in METHODS if cls == of}, of
 
 
-@installed
-def test_attributes_of_the_indexer_plan():
-    plan = msa_icp.prepare_msa_icp_indexer(
-        world_size=4,
-        rank=1,
-        num_index_heads=4,
-        page_size=128,
-        init_blocks=0,
-        local_blocks=1,
-        max_decode_tokens=4,
-        max_decode_query_len=1,
-        max_num_batched_tokens=256,
-        max_num_seqs=4,
-        max_model_len=1024,
-        num_sparse_layers=2,
-        device="cpu",
+@pytest.fixture
+def objects():
+    """One of ours of each class."""
+    ranks, windows = Decode(batch(), "torch", "cpu"), Prefill(window(), "torch", "cpu")
+    plan, decode = ranks.plans[0], ranks.steps(tagged=True)[0]
+    graphs = plan.layer_graphs()
+    made = (
+        *(plan, prefill_step(windows), decode, graphs),
+        graphs.begin_step(decode=decode, decode_tokens=ranks.case.tokens),
     )
-    theirs = source.attributes(source.classes(source.FACADE)["MSAIcpIndexerPlan"])
-    assert {"comm_layout", "work_ranges"} <= theirs
-    assert {name for name in theirs - THEIRS_ALONE if not hasattr(plan, name)} == set()
+    return {type(one).__name__: one for one in made}
+
+
+@installed
+@pytest.mark.parametrize("of", CLASSES)
+def test_attributes_of_the_facades_objects(of, objects):
+    theirs = source.attributes(source.FACADE, of)
+    assert theirs >= {"MSAIcpIndexerPlan": {"comm_layout"}, "MSAIcpGraphStep": set()}.get(of, {"indexer"})
+    assert {name for name in theirs if not hasattr(objects[of], name)} == THEIRS_ALONE[of]
+
+
+@pytest.mark.parametrize("of", CLASSES)
+def test_the_page_lists_the_attributes_that_are_theirs_alone(of, objects):
+    page = (Path(__file__).parent.parent / "docs" / "integration.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| attributes of `{of}`")]
+    assert set(re.findall(r"`(\w+)`", line.split("|")[2])) == THEIRS_ALONE[of]
+    assert not any(hasattr(objects[of], name) for name in THEIRS_ALONE[of])
 
 
 # ---------------------------------------------------------------- sizes
@@ -168,8 +186,8 @@ def test_pools_and_plan_storage():
     for tokens in (1, 7, 512):
         ours = msa_icp.msa_icp_decode_pool_bytes(max_decode_tokens=tokens)
         assert ours == theirs.decode_pool_bytes(max_decode_tokens=tokens)
-    for total_q, batch in itertools.product((1, 64, 65, 128, 129, 8192), (1, 2, 300)):
-        sizes = {"total_q": total_q, "batch": batch}
+    for total_q, segments in itertools.product((1, 64, 65, 128, 129, 8192), (1, 2, 300)):
+        sizes = {"total_q": total_q, "batch": segments}
         ours = msa_icp.msa_icp_prefill_pool_bytes(**sizes, device="cpu")
         assert ours == theirs.prefill_pool_bytes(**sizes, device="cuda:0")
         ours = msa_icp.msa_icp_index_score_plan_storage(num_qo_heads=4, **sizes, device="cpu")

@@ -28,6 +28,8 @@ def test_every_op_has_a_row(monkeypatch):
     for row in rows.values():
         assert row.checks > 0
         assert row.whole == {}
+        assert row.median["checks"] >= row.checks
+        assert row.median.keys() == {"checks"} | ({"triton_op"} if row.triton_op is not None else set())
 
 
 @pytest.mark.exchange
@@ -44,6 +46,23 @@ def test_a_layer_has_a_row_for_every_way(monkeypatch):
     rows = {row.op: row for row in host_time.layer_rows(torch.device("cpu"))}
     assert list(rows) == ["layer, call", "layer, prepared step"]  # a CPU has no graphs
     assert all(row.checks > 0 and row.whole == {} for row in rows.values())
+    assert all(row.median.keys() == {"checks"} for row in rows.values())
+
+
+def test_a_row_is_rounded_and_has_the_medians_of_what_was_measured():
+    times = measure.HostTime(1.234, 2.346)
+    row = host_time.Row.of("an op", times, None, {"cuda": times})
+    assert (row.checks, row.triton_op, row.whole) == (1.23, None, {"cuda": 1.23})
+    assert row.median == {"checks": 2.35, "cuda": 2.35}
+    assert host_time.Row.of("an op", None, times, {}).median == {"triton_op": 2.35}
+
+
+def test_the_host_time_is_the_fastest_burst_and_their_median(monkeypatch):
+    clock = iter([0.0, 3.0, 10.0, 11.0, 20.0, 22.0])
+    monkeypatch.setattr(measure, "_BURSTS", 3)
+    monkeypatch.setattr(measure, "_BURST_CALLS", 1)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    assert measure.host_times(lambda: None, torch.device("cpu")) == (1e6, 2e6)
 
 
 @pytest.mark.exchange

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from types import SimpleNamespace
 
@@ -9,7 +11,6 @@ import pytest
 import torch
 from facade import LIMITS, Decode, Prefill, plan_of
 from helpers import HEADS, SHORT_SPIN, assert_same, interpreted_only_if, snapshot
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import msa_icp
 from msa_icp import cases, indexer
@@ -150,6 +151,25 @@ def test_fused_from_a_number_of_requests_on(backend, device, monkeypatch):
     assert not torch.equal(fewer.scores[0].view(torch.int32), before.view(torch.int32))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("enable_pdl", [None, True, False])
+def test_every_launch_of_a_layer_is_a_dependent_launch_or_none_is(enable_pdl, fused):
+    """As the caller says, and unless told otherwise all of them."""
+    ranks = Decode(batch(), "torch", "cpu")
+    pool = torch.zeros(12 * 4 * 128 * 16 * 8, dtype=torch.uint8) if fused else None
+    option = {} if enable_pdl is None else {"enable_pdl": enable_pdl}
+    step = ranks.steps(tagged=True, pool=pool, **option)[0]
+    called = ranks.plans[0].record_decode(
+        *(ranks.queries, ranks.keys[0]),
+        *ranks.buffers(0),
+        **ranks.arguments(0, tagged=True, slot=0, pool=pool, **option),
+    )
+    names = ["decode_score_publish"] if fused else ["decode_index_score_sharded", "topk_select_publish"]
+    for recorded in (called, step.record(ranks.queries, ranks.keys[0], slot=0)):
+        found = [(one.name, one.arguments[-1]["enable_pdl"]) for one in recorded]
+        assert found == [(name, enable_pdl is not False) for name in (*names, "merge_candidates")]
+
+
 @forms
 def test_ranks_in_threads(tagged):
     """The whole call: a merge waits for peers that are still on their way."""
@@ -219,6 +239,34 @@ def test_a_wrong_argument_is_named_and_nothing_is_launched(backend, device, name
     assert torch.equal(ranks.scores[0].view(torch.int32), scores)
 
 
+@pytest.mark.parametrize("call", ["decode", "decode_publish", "decode_merge", "a step"])
+@pytest.mark.parametrize("room", ["scores of the limit", "more scores", "a pool"])
+def test_too_many_tokens_are_told_from_their_limit(call, room):
+    ranks = Decode(batch(seq_lens=(300,) * 7), "torch", "cpu")
+    buffers, changes = list(ranks.buffers(0)), {}
+    if room == "more scores":
+        buffers[3] = torch.zeros(20, 4, 64)
+    elif room == "a pool":
+        changes["pool"] = torch.zeros(12 * 4 * 128 * 16 * 8, dtype=torch.uint8)
+    arguments = ranks.arguments(0, tagged=True, **changes)
+    layer = ranks.queries, ranks.keys[0]
+    if call == "a step":
+        step = ranks.plans[0].prepare_decode_step(*buffers, **arguments)
+        run = functools.partial(step.run, *layer, slot=0)
+    else:
+        run = functools.partial(getattr(ranks.plans[0], call), *layer, *buffers, slot=0, **arguments)
+    with pytest.raises(ValueError, match=r"^index_q\.shape\[0\]: must be at most max_decode_tokens = 12"):
+        run()
+
+
+def test_the_halves_of_decode_have_its_signature():
+    decode, *halves = (
+        inspect.signature(getattr(indexer.MSAIcpIndexerPlan, name))
+        for name in ("decode", "decode_publish", "decode_merge")
+    )
+    assert halves == [decode] * 2
+
+
 def test_tagged_rows_need_two_layers():
     ranks = Decode(batch(), "torch", "cpu", num_sparse_layers=1)
     with pytest.raises(ValueError, match=r"^tagged: must be False with fewer than 2 sparse layers.*=1"):
@@ -275,6 +323,17 @@ def test_a_storage_of_another_capacity_is_refused():
 def test_the_storage_of_another_rank_is_refused():
     with pytest.raises(ValueError, match=r"^comm\.rank: must be 0, the rank of the indexer, was 1"):
         plan_of().check_comm(msa_icp.ReceiveStorage.in_process(2, capacity=12)[1])
+
+
+@pytest.mark.parametrize("rank", [4, None, "first", torch.arange(2)])
+def test_another_object_may_have_a_rank_of_its_own(rank):
+    """An engine's own may have its rank of the whole job there."""
+    ranks = Decode(batch(), "torch", "cpu")
+    ranks.group = [comm_of(storage) for storage in ranks.group]
+    for comm in ranks.group:
+        comm.rank, comm.check = rank, lambda: None
+        ranks.plans[0].check_comm(comm)
+    assert torch.equal(ranks.call(tagged=True, slot=0), ranks.truth())
 
 
 def test_two_storages_of_one_plan_in_two_threads():
@@ -386,7 +445,7 @@ def test_prefill_needs_scratch_or_a_pool():
 @pytest.mark.prefill
 @pytest.mark.parametrize("page_size", [128, 256])
 def test_prefill_writes_the_causal_prefixes_alone(backend, device, page_size):
-    """Score rows are not filled first: all that lies behind a token's prefix, or the tokens, keeps its bits."""
+    """Score rows are not filled first: what lies behind a token's prefix, or the tokens, keeps its bits."""
     interpreted_only_if(page_size == 128, backend, device)
     ranks = Prefill(window(2, page_size), backend, device)
     call = (ranks.queries, ranks.keys[0], ranks.table, ranks.window_plans()[0], ranks.scratch)
@@ -488,63 +547,35 @@ def test_what_is_made_in_inference_mode_works_outside():
     plan.prefill_window_plan(0, **window().metadata(), total_q=8, max_query_len=8, max_seq_len=700)
 
 
-# ---------------------------------------------------------------- nothing is allocated
-
-
-VIEWS = {"slice", "unbind", "select", "view", "detach", "alias", "as_strided"}
-
-
-class _Operations(TorchDispatchMode):
-    """Names of the operations of PyTorch that were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.__name__.split(".")[0])
-        return function(*args, **(kwargs or {}))
-
-
+@pytest.mark.prefill
 @pytest.mark.exchange
-def test_a_step_makes_no_tensor(backend, device):
-    """Kernels get addresses: of PyTorch a step needs views, of which none is of its own memory.
+def test_buffers_that_were_made_in_inference_mode_are_written_outside_of_it(backend, device):
+    """An engine runs its model in that mode. A call that could not write its output would have published."""
+    interpreted_only_if(False, backend, device)
+    decode, prefill = Decode(batch(), backend, device), Prefill(window(), backend, device)
+    with torch.inference_mode():
+        decode.scores = [scores.clone() for scores in decode.scores]
+        for ranks in (decode, prefill):
+            ranks.outputs = [output.clone() for output in ranks.outputs]
+        for name in ("carriers", "received"):
+            setattr(prefill, name, [rows.clone() for rows in getattr(prefill, name)])
+        prefill.scratch = prefill.scratch.clone()
+    for half in ("decode_publish", "decode_merge"):
+        for rank, plan in enumerate(decode.plans):
+            arguments = decode.arguments(rank, tagged=True, slot=0)
+            getattr(plan, half)(decode.queries, decode.keys[rank], *decode.buffers(rank), **arguments)
+    assert torch.equal(decode.merged(), decode.truth())
+    plans = prefill.window_plans()
+    for rank, plan in enumerate(prefill.plans):
+        call = local_call(prefill, index_k=prefill.keys[rank], window_plan=plans[rank])
+        plan.prefill_local(**{**call, "carrier_view": prefill.carriers[rank]})
+    msa_icp.exchange_prefill(prefill.carriers, prefill.received)
+    for rank, plan in enumerate(prefill.plans):
+        plan.prefill_merge(prefill.received[rank], prefill.num_valid, prefill.outputs[rank])
+    assert torch.equal(prefill.merged(), prefill.truth())
 
-    On a GPU its allocator is watched as well, and every call that would synchronize raises.
-    """
-    if backend == "torch" or (backend == "triton" and device == "cpu"):
-        pytest.skip("tensor code, and Triton's interpreter, make tensors")
-    ranks = Decode(batch(), backend, device)
-    for plan in ranks.plans:
-        plan.warmup()
-    steps = ranks.steps(tagged=True)
-    ranks.call(tagged=True, slot=0)
-    on_gpu = device == "cuda"
-    before = torch.cuda.memory_stats().get("allocation.all.allocated") if on_gpu else 0
-    if on_gpu:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        with _Operations() as operations:
-            for half in ("decode_publish", "decode_merge"):
-                for rank, plan in enumerate(ranks.plans):
-                    arguments = ranks.arguments(rank, tagged=True, slot=1)
-                    getattr(plan, half)(ranks.queries, ranks.keys[rank], *ranks.buffers(rank), **arguments)
-            for _ in range(2):
-                recorded = [
-                    step.record(ranks.queries, keys, slot=2)
-                    for step, keys in zip(steps, ranks.keys, strict=True)
-                ]
-                for half in (slice(None, -1), slice(-1, None)):
-                    for launches in recorded:
-                        for one in launches[half]:
-                            one()
-    finally:
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
-    assert set(operations.names) <= VIEWS
-    if on_gpu:
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    assert torch.equal(ranks.merged(), ranks.truth())
+
+# ---------------------------------------------------------------- loading, and what is allocated
 
 
 def test_warmup_is_that_of_the_backend(monkeypatch):

@@ -83,6 +83,35 @@ def test_run_launches_and_record_does_not():
     assert ranks.group[0].errors[0] > 0  # nobody else was there
 
 
+def test_a_recorded_list_is_the_callers():
+    """What is done to it changes no layer; the launches in it are those of every layer of the slot set."""
+    ranks = Decode(batch(), "torch", "cpu", spin_limit=SHORT_SPIN)
+    step = ranks.steps(tagged=True)[0]
+    first = step.record(ranks.queries, ranks.keys[0], slot=0)
+    kept = list(first)
+    first.clear()
+    again = step.record(ranks.queries, ranks.keys[0], slot=0)
+    assert all(a is b for a, b in zip(again, kept, strict=True))
+    again.clear()
+    step.run(ranks.queries, ranks.keys[0], slot=0)
+    assert ranks.group[1].tagged_recv[0, 0].any()
+
+
+def test_recorded_lists_of_prefill_are_the_callers():
+    ranks = Prefill(window(), "torch", "cpu")
+    step = prefill_step(ranks)
+    for record in (
+        lambda: step.record(ranks.queries, ranks.keys[0]),
+        lambda: step.record_local(ranks.queries, ranks.keys[0]),
+        step.record_merge,
+    ):
+        first = record()
+        kept = list(first)
+        first.clear()
+        assert kept
+        assert all(a is b for a, b in zip(record(), kept, strict=True))
+
+
 @pytest.mark.exchange
 def test_a_layer_reads_what_the_buffers_hold_then(backend, device):
     """A step is prepared once; the metadata of the next batch is written into the same tensors."""
@@ -159,6 +188,25 @@ def test_debug_finds_a_buffer_that_moved(backend, device):
     blind.record(ranks.queries, ranks.keys[0], slot=0)
     with pytest.raises(RuntimeError, match=r"debug: launch 1 of the prepared step"):
         step.run(ranks.queries, ranks.keys[0], slot=0)
+
+
+@pytest.mark.parametrize("missed", ["query", "keys"])
+@pytest.mark.exchange
+def test_debug_finds_a_layer_with_the_query_or_the_keys_of_another(backend, device, missed, monkeypatch):
+    """Of a launch that is bound to half of its layer."""
+    ranks = Decode(batch(), backend, device)
+    step = ranks.steps(tagged=True, debug=True)[0]
+    step.record(ranks.queries, ranks.keys[0], slot=0)
+    first, bind = (ranks.queries, ranks.keys[0]), launches.Launch.bind
+
+    def half(one, queries, keys):
+        bind(one, first[0] if missed == "query" else queries, first[1] if missed == "keys" else keys)
+
+    monkeypatch.setattr(launches.Launch, "bind", half)
+    (queries, keys), before = layer_inputs(ranks, 1), snapshot(ranks.group)
+    with pytest.raises(RuntimeError, match=r"debug: launch 0 of the prepared step"):
+        step.run(queries, keys[0], slot=0)
+    assert_same(snapshot(ranks.group), before)
 
 
 def test_a_closed_storage_is_noticed_before_a_launch():
@@ -389,6 +437,49 @@ def prefill_step(ranks, **changes):
         "output": ranks.outputs[0],
     }
     return ranks.plans[0].prepare_prefill_step(**{**arguments, **changes})
+
+
+def test_what_a_prefill_step_holds_can_be_read():
+    """An exchange may take its buffers from the step; what is set there would come too late."""
+    ranks = Prefill(window(), "torch", "cpu")
+    plans = ranks.window_plans()
+    given = {
+        "windows": ((0, 8, ranks.table, plans[0]),),
+        "score_scratch": ranks.scratch,
+        "num_valid_pages": ranks.num_valid,
+        "output": ranks.outputs[0],
+        "debug": True,
+    }
+    steps = [
+        plan.prepare_prefill_step(
+            **{**given, "windows": [(0, 8, ranks.table, plans[rank])], "output": ranks.outputs[rank]},
+            send=ranks.carriers[rank],
+            received=ranks.received[rank],
+        )
+        for rank, plan in enumerate(ranks.plans)
+    ]
+    for step, keys in zip(steps, ranks.keys, strict=True):
+        step.local(ranks.queries, keys)
+    msa_icp.exchange_prefill([step.send for step in steps], [step.received for step in steps])
+    for step in steps:
+        step.merge()
+    assert torch.equal(ranks.merged(), ranks.truth())
+    for name, value in {**given, "tokens": 8}.items():
+        found = getattr(steps[0], name)
+        assert found is value or found == value, name
+    for name in (*given, "send", "received", "tokens"):
+        with pytest.raises(AttributeError):
+            setattr(steps[0], name, None)
+
+
+def test_what_a_decode_step_holds_can_be_read():
+    ranks = Decode(batch(), "torch", "cpu")
+    step = ranks.steps(tagged=True, debug=True)[0]
+    assert (step.debug, step.tokens) == (True, 6)
+    assert step.output is ranks.outputs[0]
+    for name in ("debug", "tokens", "output"):
+        with pytest.raises(AttributeError):
+            setattr(step, name, None)
 
 
 @pytest.mark.parametrize("windows", [5, "windows", [None], [(0, 8)], [(0, 8, None, None)]])

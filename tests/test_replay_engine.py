@@ -356,3 +356,6 @@ def test_a_backend_that_is_not_there_is_refused_with_the_reason(tmp_path, monkey
     with pytest.raises(UsageError, match="--backend abacus does not serve --device cpu: it is for beads"):
         small_plan(tmp_path, backend="abacus")
     assert small_plan(tmp_path, backend="auto").backend == "torch"
+    reasons["torch"] = "it is away"
+    with pytest.raises(UsageError, match=r"^no backend serves --device cpu \(torch: it is away; abacus: "):
+        small_plan(tmp_path, backend="auto")

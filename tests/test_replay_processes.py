@@ -101,7 +101,7 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path, while_it):
     assert others
     # It may be named beside one that has ended because of it, whose rows may also have overwritten others.
     named = re.compile(
-        r"ranks? (\d+(, | and ))*2(( and |, )\d+)* did not come|cannot be reached|had failed before went on"
+        r"ranks? (\d+(, | and ))*2(( and |, )\d+)* did not come|cannot be reached|overwritten by a newer use"
     )
     assert all(named.search(line) for line in others), others
     assert time.monotonic() - killed[0] < 60

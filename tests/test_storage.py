@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import pickle
 import threading
 import weakref
 
@@ -183,7 +184,7 @@ def test_check_is_silent_when_nothing_failed(group):
     [
         ([3, 2, 0b10, 4], (1,), "rank 1 "),
         ([1, 1, 0b11, 0], (0, 1), "rank 0, 1"),
-        ([7, 3, 0, 2], (), "has overwritten its row"),
+        ([7, 3, 0, 2], (), "overwritten by a newer use"),
     ],
 )
 def test_check_says_what_failed(group, words, ranks, text):
@@ -201,6 +202,14 @@ def test_check_says_what_failed(group, words, ranks, text):
     group[1].check()
 
 
+def test_a_timeout_survives_pickling():
+    """A pool of processes passes what a worker raises on that way; one that cannot be unpickled hangs it."""
+    error = IcpTimeoutError(2, (1, 3), 7, 4)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.slot, again.ranks, again.count, again.token) == (2, (1, 3), 7, 4)
+    assert str(again) == str(error)
+
+
 def test_reset_clears_everything_of_everybody(group):
     for storage in group:
         for name in ("recv", "tagged_recv", "publish_generations", "expected_generations", "errors"):
@@ -214,6 +223,14 @@ def test_reset_clears_everything_of_everybody(group):
         storage.check()
         with storage.slot_set() as slot:
             assert slot == 0
+
+
+def test_a_closed_storage_is_of_no_use(group):
+    group.close()
+    with pytest.raises(RuntimeError, match="reset: the receive storage is closed"):
+        group.reset()
+    with pytest.raises(RuntimeError, match="slot_set: the receive storage is closed"), group[0].slot_set():
+        pass
 
 
 def test_one_rank_alone_is_not_reset(group):

@@ -72,6 +72,12 @@ def test_two_groups_of_two(place, tmp_path):
         (4, 2, "after", True, "spare"),
         (4, 3, "middle", True, "two"),
         (2, 1, "middle", False, "spare"),
+        (2, 0, "before", False, "spare"),
+        (2, 0, "after", True, "spare"),
+        (2, 1, "middle", True, "spare"),
+        (4, 1, "before", True, "two"),
+        (4, 0, "after", False, "two"),
+        (4, 3, "middle", False, "spare"),
     ],
 )
 def test_a_killed_rank_is_named_within_one_limit(place, world_size, dead, when, tagged, go_on, tmp_path):
@@ -131,6 +137,18 @@ def test_a_reset_ends_within_its_own_limit(place, tmp_path):
     results = run_ranks(rank_processes.nobody_resets_with_it, 2, tmp_path, place=place)
     assert results[0]["seconds"] < 1.4, results
     assert re.search(r"cannot be reached.*Ranks? 1\b", results[0]["error"]), results
+
+
+@places
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_a_reset_with_a_broken_device_ends_for_all(place, timeout, tmp_path):
+    """Not after the group's timeout: the others learn what it was, and a second one goes on."""
+    results = run_ranks(rank_processes.a_broken_device, 2, tmp_path, timeout, place=place)
+    assert results[1]["error"] == "planted"
+    assert "rank 1 gives up: planted" in results[0]["error"]
+    for found in results:
+        assert found["seconds"] < 5
+        assert found["wrong"] == 0
 
 
 @places

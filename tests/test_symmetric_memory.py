@@ -19,8 +19,12 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sta
 @linux
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_both_forms_a_reset_and_nothing_left(world_size, tmp_path):
-    for found in run_ranks(stand_in.works, world_size, tmp_path):
+    for rank, found in enumerate(run_ranks(stand_in.works, world_size, tmp_path)):
         assert found == {
+            "synchronized": [
+                rank + 1,
+                0,
+            ],  # the mark is there before the peers look, and gone before they store
             "cleared": True,
             "distinct": world_size,
             "mine": True,
@@ -159,6 +163,32 @@ def test_a_reset_tells_the_others_of_a_broken_device(logged, monkeypatch):
     with pytest.raises(RuntimeError, match="illegal"):
         made.reset()
     assert log.events == ["gives up: CUDA error: an illegal memory access was encountered"]
+
+
+def test_a_folder_for_sockets_that_is_not_there_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
+    with pytest.raises(RuntimeError, match=r"sockets in .*gone, .*set TMPDIR to a folder"):
+        symmetric_memory.Card.of(torch.device("cuda", 0))
+
+
+def test_a_broken_device_comes_to_the_barrier_as_well(logged, monkeypatch):
+    made, log = logged
+
+    def broken(device):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(storage, "_finish", broken)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        made.reset(timeout=3)
+    assert log.events == ["wait 3.0", "gives up: CUDA error"]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e12, "5", True])
+def test_a_limit_that_is_none_is_refused_before_anything(logged, timeout):
+    made, log = logged
+    with pytest.raises(ValueError, match=r"^timeout: must be seconds, more than 0"):
+        made.reset(timeout=timeout)
+    assert log.events == []
 
 
 def test_a_closed_storage_is_not_reset(logged):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from calls import CALLS, unserved
-from helpers import PARTS, assert_same, snapshot
+from helpers import PARTS, assert_same, interpreted_only_if, snapshot
 
 import msa_icp
 from msa_icp import verify
@@ -54,20 +54,8 @@ def results(call, returned):
     return {name: t.detach().cpu().contiguous().view(torch.uint8) for name, t in tensors.items()}
 
 
-@pytest.mark.parametrize("default", DEFAULTS)
-@pytest.mark.parametrize("name", CALLS)
-def test_defaults_change_no_bit(backend, device, name, default):
-    if reason := unserved(name, backend, device):
-        pytest.skip(reason)
-    usual, unusual = CALLS[name](device, backend), CALLS[name](device, backend)
-    expected = usual.function(**usual.arguments)
-    with DEFAULTS[default]():
-        got = unusual.function(**unusual.arguments)
-    assert_same_results(usual, expected, unusual, got)
-
-
-def assert_same_results(usual, expected, unusual, got):
-    """Two calls returned and wrote the same."""
+def assert_same_outcome(usual, expected, unusual, got):
+    """Two calls have returned the same, and written the same."""
     if isinstance(expected, (int, dict)):
         assert got == expected
     before, after = results(usual, expected), results(unusual, got)
@@ -100,7 +88,33 @@ def test_inputs_that_require_a_gradient_change_no_bit(backend, device, name, arg
     expected = usual.function(**usual.arguments)
     for argument in arguments.split():
         unusual.arguments[argument].requires_grad_()
-    assert_same_results(usual, expected, unusual, unusual.function(**unusual.arguments))
+    assert_same_outcome(usual, expected, unusual, unusual.function(**unusual.arguments))
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_defaults_change_no_bit(backend, device, name, default):
+    if reason := unserved(name, backend, device):
+        pytest.skip(reason)
+    usual, unusual = CALLS[name](device, backend), CALLS[name](device, backend)
+    expected = usual.function(**usual.arguments)
+    with DEFAULTS[default]():
+        got = unusual.function(**unusual.arguments)
+    assert_same_outcome(usual, expected, unusual, got)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_was_made_in_inference_mode_serves_outside_of_it(backend, device, name):
+    """PyTorch would not write there; a kernel does, and so must tensor code."""
+    interpreted_only_if(name in ("score", "merge"), backend, device)
+    if reason := unserved(name, backend, device):
+        pytest.skip(reason)
+    usual = CALLS[name](device, backend)
+    with torch.inference_mode():
+        unusual = CALLS[name](device, backend)
+    assert_same_outcome(
+        usual, usual.function(**usual.arguments), unusual, unusual.function(**unusual.arguments)
+    )
 
 
 @pytest.mark.parametrize("default", DEFAULTS)

@@ -56,17 +56,14 @@ class GroupExchange:
             dist.all_gather_object(everybody, mine, group=self.group)
         return everybody
 
-    def wait_for_all(self, timeout: float | None) -> None:
-        """Until every rank is here, at most `timeout` seconds (gloo), with None the group's own timeout.
+    def wait_for_all(self, timeout: float) -> None:
+        """Until every rank is here, at most `timeout` seconds (gloo).
 
-        Raises NoAgreementError, which with a timeout names the ranks that did not come.
+        Raises NoAgreementError, which names the ranks that did not come.
         """
-        if timeout is None:
-            self(None)
-        else:
-            group: Any = self.group  # not through `dist`, which refuses a group of gloo and another backend
-            with _reaching_all():
-                group.monitored_barrier(timedelta(seconds=timeout), True)
+        group: Any = self.group  # not through `dist`, which refuses a group of gloo and another backend
+        with _reaching_all():
+            group.monitored_barrier(timedelta(seconds=timeout), True)
 
 
 @contextmanager

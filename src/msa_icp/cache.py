@@ -57,5 +57,6 @@ def num_valid_pages(seq_lens: Tensor, decode_query_len: int, out: Tensor | None 
     blocks: Tensor = ceil_div(seen.clamp(min=0), BLOCK).to(torch.int32).flatten()
     if out is None:
         return blocks
-    out.copy_(blocks)
+    with torch.inference_mode():  # the only one in which PyTorch writes into a tensor that was made in it
+        out.copy_(blocks)
     return out

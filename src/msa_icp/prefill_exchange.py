@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -56,10 +57,11 @@ def exchange_prefill(
             written, and `carrier` read, until the group is destroyed. With NCCL the call has returned by
             then: the group's own watchdog finds out, in the way that it is set up for.
     """
-    if isinstance(carrier, Tensor):
-        _over_group(carrier, received, group)
-    else:
-        _in_process(carrier, received, group)
+    with torch.inference_mode():  # the only one in which PyTorch writes into tensors that were made in it
+        if isinstance(carrier, Tensor):
+            _over_group(carrier, received, group)
+        else:
+            _in_process(carrier, received, group)
 
 
 def _in_process(carrier: Sequence[Tensor], received: Tensor | Sequence[Tensor], group: object) -> None:

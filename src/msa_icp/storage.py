@@ -24,8 +24,9 @@ class IcpTimeoutError(RuntimeError):
 
     Attributes:
         slot: slot set of the first failed wait.
-        ranks: the ranks that were missing in it. Empty if each has been here and one has gone on after a
-            failure of its own, which overwrote its row: that one's error names who was missing.
+        ranks: the ranks that were missing in it. Empty if each has been here and one has overwritten its row
+            since: after a failure of its own, which names who was missing, or because two uses of the slot
+            set were too close.
         count: (token, head) rows that failed since the last reset.
         token: token of the first failed wait.
     """
@@ -34,7 +35,10 @@ class IcpTimeoutError(RuntimeError):
         if ranks:
             what = f"rank {', '.join(map(str, ranks))} did not come within the spin limit"
         else:
-            what = "a rank that had failed before went on and has overwritten its row; its own error says why"
+            what = (
+                "a row was overwritten by a newer use of the slot set: a rank whose own wait had failed went "
+                "on, or two uses were too close (tagged rows: two layers apart, across steps too)"
+            )
         super().__init__(
             f"slot set {slot}: {what}, first at token {token}; "
             f"{count} (token, head) rows failed. Reset the receive storage on every rank, or create it "
@@ -44,6 +48,10 @@ class IcpTimeoutError(RuntimeError):
         self.ranks = ranks
         self.count = count
         self.token = token
+
+    def __reduce__(self) -> tuple[type[IcpTimeoutError], tuple[int, tuple[int, ...], int, int]]:
+        """For pools of processes, which pickle what a worker raises."""
+        return type(self), (self.slot, self.ranks, self.count, self.token)
 
 
 class ReceiveStorage:
@@ -220,8 +228,9 @@ class ReceiveStorage:
 
         Raises:
             RuntimeError: the slot set is in flight on another stream. Two streams on one slot set
-                wait for each other's rows; nothing has been launched.
+                wait for each other's rows; nothing has been launched. Or the storage is closed.
         """
+        self._refuse_closed("slot_set")
         cuda_stream = stream if isinstance(stream, torch.cuda.Stream) else None
         if cuda_stream is None and self.device.type == "cuda":
             cuda_stream = torch.cuda.current_stream(self.device)
@@ -277,26 +286,44 @@ class ReceiveStorage:
         process on the device, which a failed step ends within one spin limit.
 
         Args:
-            timeout: seconds that this rank waits for the others, the same on every rank (a gloo group). None:
-                the group's own timeout.
+            timeout: seconds that this rank waits for the others, more than 0, the same on every rank (a gloo
+                group). None: the group's own timeout.
 
         Raises:
-            RuntimeError: a rank is gone, or did not come in time; with `timeout` the message names it. Make a
+            ValueError: `timeout` is no such number; nothing has been done, and the others wait.
+            RuntimeError: a rank is gone, or did not come in time; with `timeout` the message names it. Or a
+                rank's device has failed: that one raises what it says, the others with its message. Make a
                 group without that rank and create the storage anew.
         """
+        if timeout is not None:
+            timeout = checks.seconds("timeout", timeout)
         exchange = self._exchange
-        if not self._peers:
-            raise RuntimeError("reset: the receive storage is closed")
+        self._refuse_closed("reset")
         if exchange is None:
             raise RuntimeError(
                 "reset: ranks in one process are reset together; call reset() of their LocalGroup"
             )
-        with agreement(exchange):  # nobody still publishes into what is cleared
+        # A rank whose device has failed comes all the same, or the others would wait for it.
+        failure: Exception | None = None
+        try:
             _finish(self.device)
-            exchange.wait_for_all(timeout)
+        except Exception as error:
+            failure = error
+        if timeout is not None:
+            try:
+                exchange.wait_for_all(timeout)
+            except RuntimeError as error:
+                raise failure or error from error
+        with agreement(exchange):  # nobody still publishes into what is cleared
+            if failure is not None:
+                raise failure
         with agreement(exchange):  # nobody publishes before all is clear
             self._clear()
             _finish(self.device)
+
+    def _refuse_closed(self, what: str) -> None:
+        if not self._peers:
+            raise RuntimeError(f"{what}: the receive storage is closed")
 
     def _clear(self) -> None:
         with self._lock:
@@ -334,6 +361,7 @@ class LocalGroup(tuple[ReceiveStorage, ...]):
     def reset(self) -> None:
         """Clear all rows, counters and errors of all ranks, with no exchange under way."""
         for storage in self:
+            storage._refuse_closed("reset")
             _finish(storage.device)
             storage._clear()
             _finish(storage.device)

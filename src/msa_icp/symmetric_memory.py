@@ -130,7 +130,13 @@ class Card:
     @staticmethod
     def of(device: torch.device) -> Card:
         folder = next((os.environ[name] for name in SOCKET_FOLDERS if name in os.environ), "/tmp")
-        there = os.stat(folder)
+        try:
+            there = os.stat(folder)
+        except OSError as error:
+            raise RuntimeError(
+                f"receive storage: PyTorch passes memory on through sockets in {folder}, which it cannot use "
+                f"({error.strerror}); set TMPDIR to a folder that all ranks see"
+            ) from error
         return Card(
             device.index,
             str(torch.cuda.get_device_properties(device).uuid),

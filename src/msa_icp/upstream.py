@@ -94,7 +94,7 @@ def _flashinfer(names: tuple[str, ...]) -> list[ModuleType]:
     """FlashInfer's modules that hold `names`; raises as `install` does."""
     try:
         modules = [importlib.import_module(module) for module in MODULES]
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # it loads libraries of CUDA while it is imported
         raise ImportError(
             f"install() puts functions into flashinfer.msa_ops, which cannot be imported here ({error}): "
             "`pip install 'flashinfer-python>=0.7.4'`, or import the functions from msa_icp itself",
@@ -160,6 +160,6 @@ def _ask(device: torch.device) -> bool:
         return False  # not for FlashInfer to say: it would answer for the current CUDA device
     try:
         theirs = importlib.import_module("flashinfer.experimental.cake_msa_icp_indexer").is_supported
-    except (ImportError, AttributeError):  # it has moved, or lacks a package: then its function says so
+    except (ImportError, OSError, AttributeError):  # moved, or something is missing: its function says so
         return torch.cuda.is_available() and torch.cuda.get_device_capability(device) in CAPABILITIES
     return bool(theirs(device))

@@ -69,6 +69,8 @@ static thread_local std::string failure;
 static thread_local std::vector<Late> late;  // memory that the predecessor writes last
 static thread_local bool dependent;
 static thread_local int copies_in_flight;
+static thread_local const void* watched;  // a word whose polls are counted
+static thread_local unsigned long long polls;
 
 [[noreturn]] inline void fail(const std::string& what) {
   if (failure.empty()) failure = "thread " + std::to_string(current) + ": " + what;
@@ -198,6 +200,14 @@ extern "C" void emulate_late(unsigned char* at, unsigned char* after, unsigned l
 }
 
 extern "C" void emulate_nothing_late() { emulator::late.clear(); }
+
+// From now on polls of this word are counted; how many there have been of the one before.
+extern "C" unsigned long long emulate_watched(const void* word) {
+  const unsigned long long before = emulator::polls;
+  emulator::watched = word;
+  emulator::polls = 0;
+  return before;
+}
 
 // The message of a failure, or null.
 extern "C" const char* emulate(const unsigned* grid, unsigned threads, bool dependent, const void* arguments);

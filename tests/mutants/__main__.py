@@ -28,6 +28,7 @@ from . import (
     compiled,
     decode,
     exchange,
+    exchange_kernels,
     indexer,
     install,
     kernels,
@@ -72,8 +73,11 @@ BASELINE = (
     "test_indexer.py",
     "test_indexer_steps.py",
     "test_indexer_graphs.py",
+    "test_indexer_allocations.py",
     "test_graph_query.py",
     "test_launcher.py",
+    "test_cuda_order.py",
+    "test_polls.py",
     "test_flashinfer_install.py",
     "-k",
     "not million and not production and not threads and not one_limit and not hold_up and not 8192 "
@@ -83,10 +87,13 @@ BASELINE = (
 
 CUDA_BASELINE = (
     "test_cuda_forms.py",
+    "test_cuda_late.py",
+    "test_polls.py",
     "test_topk_select_publish.py",
     "test_topk_select_prefill.py",
     "test_merge_candidates.py",
     "test_exchange.py",
+    "test_decode_score_publish.py",
     "-k",
     "cuda-cpu and (every_form and (1-4-128 or 1-2-256) or not forms)",
 )
@@ -108,6 +115,7 @@ MUTANTS = (
     + compiled.MUTANTS
     + prefill.MUTANTS
     + kernels.MUTANTS
+    + exchange_kernels.MUTANTS
     + triton_kernels.MUTANTS
     + indexer.MUTANTS
     + replay.MUTANTS

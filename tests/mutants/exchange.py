@@ -63,6 +63,11 @@ MUTANTS = (
         EXCHANGE_TESTS,
     ),
     Mutant(
+        "a wait polls four times as often as its limit says",
+        ((WAITING, "!= 0 else spin_limit", "!= 0 else 4 * spin_limit"),),
+        ("test_polls.py", "-k", "torch-cpu"),
+    ),
+    Mutant(
         "a failure is counted once a call",
         ((WAITING, "errors[0] += count", "errors[0] += 1"),),
         EXCHANGE_TESTS,
@@ -103,11 +108,27 @@ MUTANTS = (
         (
             (
                 "storage.py",
-                "            _finish(self.device)\n            exchange.wait",
-                "            exchange.wait",
+                "            _finish(self.device)\n        except Exception as error:\n",
+                "            pass\n        except Exception as error:\n",
             ),
         ),
         ("test_symmetric_memory.py", "-k", "reset_clears"),
+    ),
+    Mutant(
+        "a reset with a broken device tells nobody",
+        (("storage.py", "                raise failure\n", "                pass\n"),),
+        ("test_symmetric_memory.py", "-k", "broken_device"),
+    ),
+    Mutant(
+        "a wait that is interrupted leaves no word",
+        (
+            (
+                WAITING,
+                "    finally:\n        ended(late)",
+                "    except ZeroDivisionError:\n        ended(late)",
+            ),
+        ),
+        ("test_exchange.py", "-k", "ctrl_c"),
     ),
     Mutant(
         "a closed storage keeps its group",
@@ -127,6 +148,17 @@ MUTANTS = (
     Mutant(
         "a mark stays in the storage",
         (("symmetric_memory.py", "        mine[0] = 0\n", ""),),
+        ("test_symmetric_memory.py", "-k", "both_forms and 2"),
+    ),
+    Mutant(
+        "a mark is cleared some time after the storage is there",
+        (
+            (
+                "symmetric_memory.py",
+                "        mine[0] = 0\n        torch.cuda.synchronize(device)\n",
+                "        mine[0] = 0\n",
+            ),
+        ),
         ("test_symmetric_memory.py", "-k", "both_forms and 2"),
     ),
     Mutant(

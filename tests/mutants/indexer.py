@@ -13,6 +13,7 @@ STEP_TESTS = ("test_indexer_steps.py",)
 QUERY_TESTS = ("test_graph_query.py",)
 LAUNCHER = "cuda_backend/launcher.py"
 LAUNCHER_TESTS = ("test_launcher.py",)
+MADE_TESTS = ("test_indexer_allocations.py",)
 GRAPH_TESTS = ("test_indexer_graphs.py", "-k", "not disagree")
 
 MUTANTS = (
@@ -62,6 +63,11 @@ MUTANTS = (
         "a publish is launched before the merge is checked",
         (("launches.py", "            if recorder.launches is None:", "            if True:"),),
         (*FACADE_TESTS, "-k", "nothing_is_launched"),
+    ),
+    Mutant(
+        "an output of inference mode is found out when the rows are published",
+        (("torch_backend/merge_candidates.py", "@torch.inference_mode()\n", ""),),
+        (*FACADE_TESTS, "-k", "inference_mode_are_written"),
     ),
     Mutant(
         "the fused form's rule is off by one",
@@ -153,8 +159,13 @@ MUTANTS = (
         (*STEP_TESTS, "-k", "closed_storage"),
     ),
     Mutant(
+        "what was recorded is the step's own list",
+        ((STEPS, "list(self._bound(index_q, index_k, slot))", "self._bound(index_q, index_k, slot)"),),
+        (*STEP_TESTS, "-k", "recorded_list"),
+    ),
+    Mutant(
         "a prefill layer is launched before its merge is checked",
-        ((STEPS, "                self.record_merge()  # what", "                # what"),),
+        ((STEPS, "                self._bound_merge()  # what", "                # what"),),
         (*STEP_TESTS, "-k", "both_halves"),
     ),
     Mutant(
@@ -204,9 +215,14 @@ MUTANTS = (
         (*GRAPH_TESTS[:2], "stay_right and copied"),
     ),
     Mutant(
-        "a query off the alignment is read where it is",
-        ((GRAPHS, "elif index_q.data_ptr() % ALIGNED:", "elif False:"),),
+        "a replay takes a query that an eager layer refuses",
+        ((GRAPHS, "over = index_q.data_ptr() % ALIGNED", "over = 0"),),
         (*GRAPH_TESTS[:2], "off_the_alignment"),
+    ),
+    Mutant(
+        "a replay with debug compares nothing",
+        ((GRAPHS, "            if self._debug:", "            if False:"),),
+        (*GRAPH_TESTS[:2], "replay_with_debug"),
     ),
     Mutant(
         "a reader that a graph hides keeps the query of the capture",
@@ -253,5 +269,87 @@ MUTANTS = (
         "a query on another device is copied into the graph",
         ((GRAPHS, "index_q.dtype, index_q.device", "index_q.dtype"),),
         (*GRAPH_TESTS[:2], "replay_refuses"),
+    ),
+    Mutant(
+        "a window is planned with a look at its lengths",
+        (
+            (
+                "indexer/plan.py",
+                '        checks.integer("total_q", total_q, 1, self.limits.window_tokens)',
+                '        checks.integer("max_query_len", max_query_len, int(lens.max()))\n'
+                '        checks.integer("total_q", total_q, 1, self.limits.window_tokens)',
+            ),
+        ),
+        (*MADE_TESTS, "-k", "prefill"),
+    ),
+    Mutant(
+        "the merge of prefill has a copy of what was received",
+        (
+            (
+                CHAINS,
+                "        received,\n        num_valid_pages",
+                "        received.clone(),\n        num_valid_pages",
+            ),
+        ),
+        (*MADE_TESTS, "-k", "prefill"),
+    ),
+    Mutant(
+        "a replay makes a copy of its query",
+        ((GRAPHS, "self._words.read_from(index_q)", "self._words.read_from(index_q.clone())"),),
+        (*MADE_TESTS, "-k", "replay"),
+    ),
+    Mutant(
+        "publish and the scorer are always launched as dependent",
+        (
+            (
+                CHAINS,
+                '        "enable_pdl": enable_pdl,\n        "backend": plan.backend,\n    }',
+                '        "enable_pdl": True,\n        "backend": plan.backend,\n    }',
+            ),
+            (
+                CHAINS,
+                "        enable_pdl=enable_pdl,\n        backend=plan.backend,\n        **shard",
+                "        enable_pdl=True,\n        backend=plan.backend,\n        **shard",
+            ),
+        ),
+        (*FACADE_TESTS, "-k", "dependent_launch"),
+    ),
+    Mutant(
+        "the merge is never launched as dependent",
+        (
+            (
+                CHAINS,
+                "            spin_limit=plan.spin_limit,\n            enable_pdl=enable_pdl,",
+                "            spin_limit=plan.spin_limit,\n            enable_pdl=False,",
+            ),
+        ),
+        (*FACADE_TESTS, "-k", "dependent_launch"),
+    ),
+    Mutant(
+        "the staging buffer can be written in inference mode alone",
+        (
+            (
+                GRAPHS,
+                "    @torch.inference_mode(False)  # an inference tensor",
+                "    # an inference tensor",
+            ),
+        ),
+        (*GRAPH_TESTS[:2], "captured_in_inference_mode"),
+    ),
+    Mutant(
+        "a key that is pushed out keeps its graphs and its staging buffer",
+        ((GRAPHS, "        entry.layers.clear()\n        entry.staging = None\n", ""),),
+        (*GRAPH_TESTS[:2], "pushed_out"),
+    ),
+    Mutant(
+        "debug does not look at the query and the K shard",
+        (
+            (
+                STEPS,
+                "if (ours.key(), ours.bound()) != (theirs.key(), theirs.bound()):",
+                "if ours.key() != theirs.key():",
+            ),
+        ),
+        (*STEP_TESTS, "-k", "debug_finds"),
     ),
 )

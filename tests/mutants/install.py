@@ -45,4 +45,9 @@ MUTANTS = (
         ),
         INSTALL_TESTS,
     ),
+    Mutant(
+        "install: a missing library of CUDA ends it without a remedy",
+        (("upstream.py", "except (ImportError, OSError) as error:", "except ImportError as error:"),),
+        (*INSTALL_TESTS[:2], "lacks_a_library"),
+    ),
 )

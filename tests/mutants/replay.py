@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "a prepared step's first half merges too",
-        (("indexer/steps.py", "slot=slot)[:-1])", "slot=slot))"),),
+        (("indexer/steps.py", "index_k, slot)[:-1])", "index_k, slot))"),),
         ("test_replay_run.py", "-k", "does_not_publish"),
     ),
     Mutant(

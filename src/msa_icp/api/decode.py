@@ -337,6 +337,38 @@ def msa_icp_merge_candidates(
             msg="msa_icp_merge_candidates: torch.compile may copy recv_slot, and peers would write into what "
             "is left behind; call merge_received(comm, ...) in the compiled function. prefill=True is fine"
         )
+    merge_rows(
+        recv_slot,
+        num_valid_pages,
+        output,
+        errors,
+        slot=None,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
+        spin_limit=spin_limit,
+        enable_pdl=enable_pdl,
+        expected_generations=expected_generations,
+        prefill=prefill,
+        backend=backend,
+    )
+
+
+def merge_rows(
+    recv_slot: Tensor,
+    num_valid_pages: Tensor,
+    output: Tensor,
+    errors: Tensor,
+    *,
+    slot: int | None,
+    init_blocks: int,
+    local_blocks: int,
+    spin_limit: int,
+    enable_pdl: bool,
+    expected_generations: Tensor | None,
+    prefill: bool,
+    backend: str,
+) -> None:
+    """`msa_icp_merge_candidates` of slot set `slot`; None: of the one in whose place the rows lie."""
     checks.merge(
         recv_slot,
         num_valid_pages,
@@ -360,7 +392,7 @@ def msa_icp_merge_candidates(
         enable_pdl=enable_pdl,
         expected_generations=expected_generations,
         prefill=prefill,
-        slot=rows.slot_of(recv_slot),
+        slot=rows.slot_of(recv_slot) if slot is None else slot,
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .. import checks, geometry, receive_rows
-from .decode import msa_icp_merge_candidates
+from .decode import merge_rows
 
 
 def merge_received(
@@ -100,11 +100,13 @@ def merge_slot_set(
 ) -> None:
     """`msa_icp_merge_candidates` on one slot set of rows and counters of all of them."""
     own = checks.integer("slot", slot, 0, geometry.SLOT_SETS - 1)
-    msa_icp_merge_candidates(
+    merge_rows(
         rows[own],
         num_valid_pages,
         output,
         errors,
+        slot=own,
+        prefill=False,
         init_blocks=init_blocks,
         local_blocks=local_blocks,
         spin_limit=spin_limit,

@@ -1,7 +1,7 @@
 """Host time of one eager call of every decode entry point, and of a layer through the facade.
 
 The batch is so small that the device is done before the host: what counts is the host's work, which does not
-depend on the sizes.
+depend on the sizes. A layer is always the same one: its query, K shard and slot set stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msa_icp
 from msa_icp import ReceiveStorage, dispatch, num_valid_pages
 from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, decode_pool_bytes
 
-from .measure import time_host
+from .measure import HostTime, host_times
 
 REQUESTS = 4
 COLUMNS = 8
@@ -41,6 +41,22 @@ class Row:
     """The Triton backend's op alone, with a launcher that does nothing."""
     whole: dict[str, float]
     """The whole call, launch included, for every backend with kernels for this GPU; empty on a CPU."""
+    median: dict[str, float]
+    """The median of the bursts where the others have the fastest: of `checks`, `triton_op`, the backends."""
+
+    @classmethod
+    def of(
+        cls, op: str, checks: HostTime | None, triton_op: HostTime | None, whole: dict[str, HostTime]
+    ) -> Row:
+        """A row of what was measured; None is left out."""
+        found = {"checks": checks, "triton_op": triton_op, **whole}
+        return cls(
+            op,
+            None if checks is None else round(checks.fastest, 2),
+            None if triton_op is None else round(triton_op.fastest, 2),
+            {name: round(times.fastest, 2) for name, times in whole.items()},
+            {name: round(times.median, 2) for name, times in found.items() if times is not None},
+        )
 
 
 class Workload:
@@ -132,13 +148,13 @@ def rows(device: torch.device) -> Iterator[Row]:
     kernels = {name: Workload(where, name) for name in names if where.type == "cuda"}
     for op, call in Workload(where, "cake").calls.items():
         with _stand_in(op, "cake", where) as seen:
-            checks = time_host(call, where)
+            checks = host_times(call, where)
         arguments, options = seen[0]
-        yield Row(
+        yield Row.of(
             op=op,
-            checks=round(checks, 2),
+            checks=checks,
             triton_op=_triton_op(op, arguments, options, where),
-            whole={name: round(time_host(work.calls[op], where), 2) for name, work in kernels.items()},
+            whole={name: host_times(work.calls[op], where) for name, work in kernels.items()},
         )
 
 
@@ -156,12 +172,12 @@ def layer_rows(device: torch.device) -> Iterator[Row]:
     if where.type == "cuda":
         ways["layer, replayed graph"] = (None, "replay")
     for op, (recorded, way) in ways.items():
-        yield Row(
+        yield Row.of(
             op=op,
-            checks=None if recorded is None else round(time_host(recorded, where), 2),
+            checks=None if recorded is None else host_times(recorded, where),
             triton_op=None,
             whole={
-                name: round(time_host(getattr(layer, way), where), 2)
+                name: host_times(getattr(layer, way), where)
                 for name, layer in layers.items()
                 if where.type == "cuda"
             },
@@ -316,7 +332,7 @@ def _stand_in(op: str, backend: str, device: torch.device) -> Iterator[list[tupl
         setattr(package, op, own)
 
 
-def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> float | None:
+def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> HostTime | None:
     """Microseconds of the Triton backend's op up to the launcher; None without Triton, or interpreted."""
     from msa_icp import triton_backend
 
@@ -332,7 +348,7 @@ def _triton_op(op: str, arguments: Any, options: Any, device: torch.device) -> f
     for kernel in kernels:
         kernel._loaded = _NothingLoaded()
     try:
-        return round(time_host(partial(getattr(triton_backend, op), *arguments, **options), device), 2)
+        return host_times(partial(getattr(triton_backend, op), *arguments, **options), device)
     finally:
         for kernel, own in loaded.items():
             kernel._loaded = own

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -88,20 +89,31 @@ def _time_graph(launch: Callable[[int], None], launches: int, device: torch.devi
         return statistics.median(times) / launches * 1e3
 
 
-def time_host(call: Callable[[], None], device: torch.device) -> float:
-    """Microseconds that the host spends in one `call()`, the fastest of many short bursts.
+class HostTime(NamedTuple):
+    """Microseconds that the host spends in one call, over many short bursts of them."""
 
-    Whatever else a host does only adds to them. Between bursts a GPU is waited for, so its queue never fills.
-    """
-    fastest = float("inf")
+    fastest: float
+    """What the call takes: whatever else a host does only adds to it."""
+    median: float
+    """What it took on this host."""
+
+
+def host_times(call: Callable[[], None], device: torch.device) -> HostTime:
+    """The host's time of one `call()`. Between bursts a GPU is waited for, so its queue never fills."""
+    times = []
     for _ in range(_BURSTS):
         start = time.perf_counter()
         for _ in range(_BURST_CALLS):
             call()
-        fastest = min(fastest, time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / _BURST_CALLS * 1e6)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return fastest / _BURST_CALLS * 1e6
+    return HostTime(min(times), statistics.median(times))
+
+
+def time_host(call: Callable[[], None], device: torch.device) -> float:
+    """Microseconds that the host spends in one `call()`, the fastest of many short bursts."""
+    return host_times(call, device).fastest
 
 
 def versions(device: torch.device) -> dict[str, str | None]:

@@ -12,6 +12,8 @@ from torch import Tensor
 from ..geometry import HEAD_DIM, NUM_HEADS, PAGE_SIZES, TOP_K, WORLD_SIZES, Layouts, ShardLayout
 
 FP8 = torch.float8_e4m3fn
+_LONGEST_S = 31_536_000
+"""A year."""
 
 
 def refuse(name: str, must_be: str, was: object) -> NoReturn:
@@ -47,6 +49,14 @@ def one_of(name: str, value: Any, choices: tuple[int, ...]) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) not in choices:
         refuse(name, " or ".join(map(str, choices)), repr(value))
     return int(value)
+
+
+def seconds(name: str, value: Any) -> float:
+    """A duration that `datetime.timedelta` can hold."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not 0 < float(value) <= _LONGEST_S:
+        refuse(name, f"seconds, more than 0 and at most {_LONGEST_S}", repr(value))
+    return float(value)
 
 
 def flag(name: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..storage import ReceiveStorage
 from .limits import Limits
 
 
@@ -58,7 +59,7 @@ def comm_fields(comm: Any, limits: Limits, device: torch.device) -> list[Tensor]
     """The tensors of a `comm`, checked but for where they lie, which a traced function cannot know."""
     layout = limits.comm_layout
     ranks = (limits.world_size,)
-    if getattr(comm, "rank", limits.rank) != limits.rank:
+    if isinstance(comm, ReceiveStorage) and comm.rank != limits.rank:  # another object's may mean anything
         checks.refuse("comm.rank", f"{limits.rank}, the rank of the indexer", comm.rank)
     rules: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
         "recv": (torch.int32, layout["legacy_shape"]),

@@ -62,12 +62,9 @@ class _LayerGraph:
         self._words = words
 
     def replay(self, index_q: Tensor) -> None:
-        """Replay it with another query, of the shape and strides that it was captured for."""
+        """Replay it with another query, of the shape, strides and alignment that it was captured for."""
         if self._words is None:
             self._staged.copy_(index_q)
-        elif index_q.data_ptr() % ALIGNED:  # the kernels may not read there
-            self._staged.copy_(index_q)
-            self._words.read_from(self._staged)
         else:
             self._words.read_from(index_q)
         self._graph.replay()
@@ -96,6 +93,21 @@ class MSAIcpLayerGraphs:
         self._clock = 0
         self.stats = _no_stats()
 
+    @property
+    def indexer(self) -> MSAIcpIndexerPlan:
+        """Whose steps they are of."""
+        return self._indexer
+
+    @property
+    def capture_after(self) -> int:
+        """Eager runs of a layer, in each slot set, before it is captured."""
+        return self._capture_after
+
+    @property
+    def max_keys(self) -> int:
+        """Keys that have graphs at once."""
+        return self._max_keys
+
     def begin_step(
         self,
         *,
@@ -120,9 +132,8 @@ class MSAIcpLayerGraphs:
         """
         if prefill is None and decode is None:
             checks.refuse("prefill, decode", "given, at least one of them", None)
-        for name, step in (("prefill", prefill), ("decode", decode)):
-            if step is not None and getattr(step, "indexer", None) is not self._indexer:
-                checks.refuse(name, "a prepared step of the indexer that made these layer graphs", type(step))
+        self._check_step("prefill", prefill, MSAIcpPrefillStep)
+        self._check_step("decode", decode, MSAIcpDecodeStep)
         if (exchange is None) != (prefill is None):
             checks.refuse("exchange", "given exactly with prefill", "given" if exchange else None)
         if exchange is not None and not callable(exchange):
@@ -139,6 +150,15 @@ class MSAIcpLayerGraphs:
         for entry in list(self._keys.values()):
             self._forget(entry)
         self.stats = _no_stats()
+
+    def _check_step(
+        self, name: str, step: Any, kind: type[MSAIcpPrefillStep] | type[MSAIcpDecodeStep]
+    ) -> None:
+        must_be = f"a prepared {name} step of the indexer that made these layer graphs"
+        if step is not None and not isinstance(step, kind):
+            checks.refuse(name, must_be, type(step))
+        if step is not None and step.indexer is not self._indexer:
+            checks.refuse(name, must_be, "one of another indexer")
 
     # ------------------------------------------------------------ for the steps
 
@@ -202,6 +222,7 @@ class MSAIcpGraphStep:
         self._exchange_key = exchange_key
         self._decode_tokens = 0 if decode is None else decode.tokens
         self._tokens = self._decode_tokens + (0 if prefill is None else prefill.tokens)
+        self._debug = any(step.debug for step in (prefill, decode) if step is not None)
         self._entry: _Key | None = None
 
     def run(self, layer: int, index_q: Tensor, index_k: Tensor, *, slot: int = 0) -> None:
@@ -215,6 +236,7 @@ class MSAIcpGraphStep:
 
         Raises:
             ValueError: as the prepared steps do; nothing has been launched.
+            RuntimeError: as the prepared steps do with `debug`, before a replay, too.
         """
         cache = self._cache
         entry, state = self._state(layer, index_q, index_k, slot)
@@ -231,7 +253,9 @@ class MSAIcpGraphStep:
             cache.stats["captured_layers"] += 1
             state.graph.replay(index_q)
         else:
-            if self._decode is not None:
+            if self._debug:
+                self._bind(index_q, index_k, slot)
+            elif self._decode is not None:
                 self._decode.check_storage()
             state.graph.replay(index_q)
             cache.stats["replayed_layers"] += 1
@@ -249,7 +273,9 @@ class MSAIcpGraphStep:
         entry = self._entry
         if entry is None or entry.evicted:
             entry = self._entry = self._cache.entry(self._key(index_q, index_k))
-        query = index_q.shape, index_q.stride(), index_q.dtype, index_q.device
+        # Whatever the first layer's check looks at: what is refused eagerly has no graph either.
+        over = index_q.data_ptr() % ALIGNED
+        query = index_q.shape, index_q.stride(), index_q.dtype, index_q.device, over
         place = (layer, 0 if self._decode is None else slot, query)
         keys = identity(index_k)
         state = entry.layers.get(place)

@@ -238,17 +238,79 @@ class MSAIcpIndexerPlan:
             pool=pool,
         )
 
-    def decode_publish(self, *tensors: Any, **arguments: Any) -> None:
+    def decode_publish(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        num_valid_pages: Tensor,
+        scores: Tensor | None,
+        output: Tensor,
+        *,
+        comm: Comm,
+        slot: int,
+        tagged: bool,
+        decode_query_len: int,
+        enable_pdl: bool = True,
+        pool: Tensor | None = None,
+    ) -> None:
         """The first half of `decode`, with the same arguments: score and publish.
 
         For several ranks in one thread, or on one stream: every one of them publishes before the first
             merges.
         """
-        self._decode(*tensors, **arguments, without_merge=True)
+        self._decode(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            scores,
+            output,
+            comm=comm,
+            slot=slot,
+            tagged=tagged,
+            decode_query_len=decode_query_len,
+            enable_pdl=enable_pdl,
+            pool=pool,
+            without_merge=True,
+        )
 
-    def decode_merge(self, *tensors: Any, **arguments: Any) -> None:
+    def decode_merge(
+        self,
+        index_q: Tensor,
+        index_k: Tensor,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        num_valid_pages: Tensor,
+        scores: Tensor | None,
+        output: Tensor,
+        *,
+        comm: Comm,
+        slot: int,
+        tagged: bool,
+        decode_query_len: int,
+        enable_pdl: bool = True,
+        pool: Tensor | None = None,
+    ) -> None:
         """The second half of `decode`, with the same arguments: merge what all ranks published."""
-        self._decode(*tensors, **arguments, without_publish=True)
+        self._decode(
+            index_q,
+            index_k,
+            block_table,
+            seq_lens,
+            num_valid_pages,
+            scores,
+            output,
+            comm=comm,
+            slot=slot,
+            tagged=tagged,
+            decode_query_len=decode_query_len,
+            enable_pdl=enable_pdl,
+            pool=pool,
+            without_publish=True,
+        )
 
     def _decode(self, *tensors: Any, **arguments: Any) -> None:
         if is_dynamo_compiling():
@@ -261,7 +323,14 @@ class MSAIcpIndexerPlan:
     def record_decode(self, *tensors: Any, comm: Comm, **arguments: Any) -> list[Launch]:
         """What `decode`, or a half of it, launches: checked, and not launched yet."""
         self.checked(comm)
+        self._check_tokens(tensors[0])
         return chains.recorded(chains.decode, chains.DECODE_NAMES, self, *tensors, comm=comm, **arguments)
+
+    def _check_tokens(self, index_q: Any) -> None:
+        """The functions would name the scores' rows, or the pool, which this limit has made too few."""
+        if isinstance(index_q, Tensor) and index_q.dim() and index_q.shape[0] > self.max_decode_tokens:
+            must_be = f"at most max_decode_tokens = {self.max_decode_tokens} tokens"
+            checks.refuse("index_q.shape[0]", must_be, index_q.shape[0])
 
     def checked(self, comm: Comm) -> CheckedComm:
         """The receive storage, checked: anew where it is not the one of the last call, as it was then."""

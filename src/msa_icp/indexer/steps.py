@@ -72,9 +72,13 @@ def _compare(prepared: Sequence[Launch], call: Sequence[Launch]) -> None:
     for place, (ours, theirs) in enumerate(zip(prepared, call, strict=True)):
         if (ours.key(), ours.bound()) != (theirs.key(), theirs.bound()):
             raise RuntimeError(
-                f"debug: launch {place} of the prepared step is {ours.name} with {ours.key()}, of the call "
-                f"{theirs.name} with {theirs.key()}; a buffer of the step was changed after it was prepared"
+                f"debug: launch {place} of the prepared step is {_shown(ours)}, the call's {_shown(theirs)}: "
+                "a buffer of the step was changed after it was prepared, or it is bound to another layer"
             )
+
+
+def _shown(one: Launch) -> str:
+    return f"{one.name} with {one.key()} for {one.bound()}"
 
 
 class MSAIcpDecodeStep:
@@ -101,6 +105,11 @@ class MSAIcpDecodeStep:
         self._storage: CheckedComm | None = None  # keeps the memory that launches have addresses of
 
     @property
+    def debug(self) -> bool:
+        """Whether every layer is compared with the call that it stands for."""
+        return self._debug
+
+    @property
     def tokens(self) -> int:
         """Query tokens of a layer."""
         return int(self.output.shape[0])
@@ -120,14 +129,14 @@ class MSAIcpDecodeStep:
             ValueError: an argument breaks a rule; nothing has been launched.
             RuntimeError: with `debug`, the launches differ from those of `decode`.
         """
-        launch(self.record(index_q, index_k, slot=slot))
+        launch(self._bound(index_q, index_k, slot))
 
     def publish(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> None:
         """The first half of `run`: what `decode_publish` does. For several ranks in one thread or stream.
 
         Raises: as `run`.
         """
-        launch(self.record(index_q, index_k, slot=slot)[:-1])
+        launch(self._bound(index_q, index_k, slot)[:-1])
 
     def merge(self, *, slot: int) -> None:
         """The second half: what `decode_merge` does, in the slot set of the `publish` before.
@@ -147,7 +156,16 @@ class MSAIcpDecodeStep:
             checks.refuse("comm", "the receive storage that the step was prepared with", was)
 
     def record(self, index_q: Tensor, index_k: Tensor, *, slot: int) -> list[Launch]:
-        """The launches of a layer, bound to it and not launched. The next layer binds the same ones."""
+        """The launches of a layer, bound to it and not launched.
+
+        The list is the caller's; the launches are those of every layer of this slot set, so the next one that
+        is recorded or run binds the same ones to its own query and K shard.
+
+        Raises: as `run`.
+        """
+        return list(self._bound(index_q, index_k, slot))
+
+    def _bound(self, index_q: Tensor, index_k: Tensor, slot: int) -> list[Launch]:
         launches = self._by_slot.get(checks.integer("slot", slot, 0, SLOT_SETS - 1))
         self.check_storage()
         self._layers.check(index_q, index_k)
@@ -193,7 +211,7 @@ class MSAIcpPrefillStep:
         if unknown := set(local_kwargs) - {"pool"}:
             checks.refuse(min(unknown), "no argument of prepare_prefill_step; there is pool", "given")
         valid = checks.tensor("num_valid_pages", num_valid_pages, torch.int32, ("T",), device=indexer.device)
-        self._windows = _checked_windows(windows, valid.shape[0])
+        self._windows = tuple(_checked_windows(windows, valid.shape[0]))
         self._scratch = score_scratch
         self._num_valid_pages = valid
         self._send = send
@@ -206,9 +224,39 @@ class MSAIcpPrefillStep:
         self._merge: list[Launch] | None = None
 
     @property
+    def debug(self) -> bool:
+        """Whether every layer is compared with the call that it stands for."""
+        return self._debug
+
+    @property
     def tokens(self) -> int:
         """Query tokens of a layer."""
         return int(self._num_valid_pages.shape[0])
+
+    @property
+    def windows(self) -> tuple[tuple[int, int, Tensor, MSAIcpScorePlan], ...]:
+        """`(start, end, block_table, plan)` of each."""
+        return self._windows
+
+    @property
+    def score_scratch(self) -> Tensor | None:
+        """The score rows of whichever window was scored last; None with a pool."""
+        return self._scratch
+
+    @property
+    def num_valid_pages(self) -> Tensor:
+        """B128 blocks of each token."""
+        return self._num_valid_pages
+
+    @property
+    def send(self) -> Tensor:
+        """The carrier that `local` writes."""
+        return self._send
+
+    @property
+    def received(self) -> Tensor:
+        """What `merge` reads."""
+        return self._received
 
     @property
     def output(self) -> Tensor:
@@ -226,23 +274,36 @@ class MSAIcpPrefillStep:
             ValueError: an argument breaks a rule; nothing has been launched.
             RuntimeError: with `debug`, the launches differ from those of `prefill_local`.
         """
-        launch(self.record_local(index_q, index_k))
+        launch(self._bound_local(index_q, index_k))
 
     def merge(self) -> None:
         """The layer's end: what `prefill_merge` does."""
-        launch(self.record_merge())
+        launch(self._bound_merge())
 
     def record(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
-        """The launches of a layer, `local`'s and `merge`'s, bound to it and not launched."""
-        return [*self.record_local(index_q, index_k), *self.record_merge()]
+        """The launches of a layer, `local`'s and `merge`'s, bound to it and not launched.
+
+        The list is the caller's; the launches are those of every layer, so the next one that is recorded or
+        run binds the same ones to its own query and K shard.
+
+        Raises: as `local`.
+        """
+        return [*self._bound_local(index_q, index_k), *self._bound_merge()]
 
     def record_local(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
         """Those of `local`."""
+        return list(self._bound_local(index_q, index_k))
+
+    def record_merge(self) -> list[Launch]:
+        """Those of `merge`."""
+        return list(self._bound_merge())
+
+    def _bound_local(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
         self._layers.check(index_q, index_k)
         if self._local is None:
             try:
                 local = self._call_local(index_q, index_k)
-                self.record_merge()  # what is wrong there is found before anything is launched
+                self._bound_merge()  # what is wrong there is found before anything is launched
             except BaseException:
                 self._layers.forget()
                 raise
@@ -253,8 +314,7 @@ class MSAIcpPrefillStep:
             _compare(self._local, self._call_local(index_q, index_k))
         return self._local
 
-    def record_merge(self) -> list[Launch]:
-        """Those of `merge`."""
+    def _bound_merge(self) -> list[Launch]:
         if self._merge is None:
             self._merge = self._call_merge()
         if self._debug:

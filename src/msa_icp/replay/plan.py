@@ -149,7 +149,11 @@ def resolve_backend(options: ReplayOptions) -> str:
     backend, device = options.backend, options.device
     reasons = msa_icp.backends(device)
     if backend in AUTOMATIC:
-        backend = next((name for name, reason in reasons.items() if reason is None), "torch")
+        serving = [name for name, reason in reasons.items() if reason is None]
+        if not serving:
+            why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise UsageError(f"no backend serves --device {device} ({why})")
+        backend = serving[0]
     if backend not in reasons:
         raise UsageError(f"--backend must be one of {', '.join([*AUTOMATIC, *reasons])}, was {backend}")
     if reasons[backend] is not None:

@@ -2,6 +2,9 @@
 
 The scorer accumulates in FP64, in which the sum of 128 products of e4m3 values is exact: its scores
 are the canonical ones, bit for bit, whatever order the matrix library adds in.
+
+Every op runs in inference mode, whatever mode its caller is in: only there PyTorch writes into tensors that
+were made in it, as an engine's may be. Kernels write into any.
 """
 
 from __future__ import annotations

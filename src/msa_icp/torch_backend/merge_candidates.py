@@ -15,6 +15,7 @@ from .waiting import fence, record_failures, wait
 
 
 @launches.tensor_code(takes_query=False)
+@torch.inference_mode()
 def merge_candidates(
     recv_slot: Tensor,
     num_valid_pages: Tensor,
@@ -99,11 +100,13 @@ def _take_tagged(
         tagged = ctypes.c_int64.from_address(received[rank, head, t, word].data_ptr())
         return lambda: (tagged.value >> 32) != want
 
-    late = wait(wanted.shape, lambda: absent().any(-1).any(0), take, watch, errors, spin_limit)
-    expected.copy_(wanted)
-    ahead = rows.untag(snapshot)[0] - wanted[..., None]  # at the last look
-    # After a failure nobody waits, so a living rank may have overwritten its row: it was not missing.
-    _record(errors, late, (ahead != 0).any(-1) & ~(ahead > 0).all(-1), slot)
+    def ended(late: Tensor) -> None:
+        expected.copy_(wanted)
+        ahead = rows.untag(snapshot)[0] - wanted[..., None]  # at the last look
+        # After a failure nobody waits, so a living rank may have overwritten its row: it was not missing.
+        _record(errors, late, (ahead != 0).any(-1) & ~(ahead > 0).all(-1), slot)
+
+    late = wait(wanted.shape, lambda: absent().any(-1).any(0), take, watch, ended, errors, spin_limit)
     return words, late
 
 
@@ -135,9 +138,10 @@ def _take_legacy(received: Tensor, errors: Tensor, spin_limit: int, slot: int) -
         word = ctypes.c_int32.from_address(ready[missing[0], head, t].data_ptr())
         return lambda: word.value != rows.READY
 
-    late = wait(received.shape[1:3], look, take, watch, errors, spin_limit)
-    _record(errors, late, absent, slot)
-    return words, late
+    def ended(late: Tensor) -> None:
+        _record(errors, late, absent, slot)
+
+    return words, wait(received.shape[1:3], look, take, watch, ended, errors, spin_limit)
 
 
 def _record(errors: Tensor, late: Tensor, absent: Tensor, slot: int) -> None:

@@ -14,6 +14,7 @@ from .waiting import fence, memory, record_failures, wait
 
 
 @launches.tensor_code(takes_query=False)
+@torch.inference_mode()
 def topk_select_publish(
     scores: Tensor,
     num_valid_pages: Tensor,
@@ -45,6 +46,10 @@ def topk_select_publish(
         )
     )
     bases = recv_bases.tolist()
+    # NumPy's numbers, which are integers too, overflow in an address.
+    slot, rank, world_size, heads_per_rank, capacity = map(
+        int, (slot, rank, world_size, heads_per_rank, capacity)
+    )
 
     def destination(head: int, width: int, dtype: torch.dtype) -> Tensor:
         first = geometry.first_receive_row(
@@ -72,8 +77,10 @@ def topk_select_publish(
         word = ctypes.c_int32.from_address(targets[head][t, rows.READY_WORD].data_ptr())
         return lambda: word.value != 0
 
-    late = wait((tokens, heads), look, lambda free: _store(words, targets, free), watch, errors, spin_limit)
-    record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
+    def ended(late: Tensor) -> None:
+        record_failures(errors, late, slot, lambda _, head: 1 << (head // heads_per_rank))
+
+    wait((tokens, heads), look, lambda free: _store(words, targets, free), watch, ended, errors, spin_limit)
 
 
 def _store(words: Tensor, targets: list[Tensor], free: Tensor) -> None:

@@ -45,6 +45,7 @@ def wait(
     look: Callable[[], Tensor],
     take: Callable[[Tensor], None],
     watch: Callable[[tuple[int, ...]], Callable[[], bool]],
+    ended: Callable[[Tensor], None],
     errors: Tensor,
     spin_limit: int,
 ) -> Tensor:
@@ -59,26 +60,31 @@ def wait(
         take: called with the rows, bool, that a look found for the first time.
         watch: of a missing row's index, makes a poll of that row alone, true while it is missing. It
             is hundreds of times cheaper than a look.
+        ended: called with the rows that are late, however the wait ends: those that Ctrl-C leaves behind have
+            failed like others, or nobody would know that the storage must be reset.
         errors: with a failure in it already, there is one poll.
     """
     polls_left = 1 if int(errors[0]) != 0 else spin_limit
     late = torch.ones(rows, dtype=torch.bool, device=errors.device)
-    while True:
-        missing = look()
-        polls_left -= 1
-        there = late & ~missing
-        if bool(there.any()):
-            take(there)
-            late &= missing
-        if polls_left <= 0 or not bool(late.any()):
-            return late
-        is_missing = watch(tuple(late.nonzero()[0].tolist()))
-        for _ in range(min(_WATCHED, polls_left - 1)):
-            if not is_missing():
-                break
+    try:
+        while True:
+            missing = look()
             polls_left -= 1
-            if polls_left % _POLLS_A_YIELD == 0:
-                _yield()
+            there = late & ~missing
+            if bool(there.any()):
+                take(there)
+                late &= missing
+            if polls_left <= 0 or not bool(late.any()):
+                return late
+            is_missing = watch(tuple(late.nonzero()[0].tolist()))
+            for _ in range(min(_WATCHED, polls_left - 1)):
+                if not is_missing():
+                    break
+                polls_left -= 1
+                if polls_left % _POLLS_A_YIELD == 0:
+                    _yield()
+    finally:
+        ended(late)
 
 
 def record_failures(errors: Tensor, failed: Tensor, slot: int, ranks_of: Callable[[int, int], int]) -> None:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -149,7 +150,8 @@ class Kernel:
     ) -> None:
         """Launch, whether the thread records or not."""
         if INTERPRETED:
-            self.function[grid](*map(_interpreted, arguments, self.types.values()), *constants)
+            own = map(_interpreted, arguments, self.types.values())
+            self.function[tuple(map(int, grid))](*own, *map(_plain, constants))
             return
         if device.index is not None and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -179,7 +181,7 @@ class Kernel:
 
     def compile(self, constants: tuple[Any, ...]) -> Any:
         """The compiled kernel for Triton's current target, not loaded yet."""
-        values = dict(zip(self.constants, constants, strict=True))
+        values = dict(zip(self.constants, map(_plain, constants), strict=True))
         samples = [_sample(kind) for kind in self.types.values()]
         backend = triton.runtime.driver.active.get_current_target().backend
         return self.function.warmup(*samples, grid=(1,), **values, **self.options(backend, values))
@@ -236,4 +238,11 @@ def _sample(kind: Any) -> Any:
 
 def _interpreted(argument: Any, kind: Any) -> Any:
     """What the interpreter takes: it goes by a tensor's dtype, the compiled kernel by its declaration."""
-    return argument.view(_TORCH_DTYPES[kind.element_ty]) if isinstance(argument, Tensor) else argument
+    if isinstance(argument, Tensor):
+        return argument.view(_TORCH_DTYPES[kind.element_ty])
+    return _plain(argument)
+
+
+def _plain(number: Any) -> Any:
+    """Python's integer of NumPy's, of which neither Triton's compiler nor its interpreter knows."""
+    return int(number) if isinstance(number, Integral) and not isinstance(number, int) else number
