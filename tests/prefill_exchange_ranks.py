@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -160,8 +161,7 @@ def a_rank_does_not_come(rank: int, world_size: int, folder: Path) -> dict[str, 
     one_exchange(rank, world_size, 4, 0, True, group)
     began = time.monotonic()
     if rank == 1:
-        while not (folder / "gave-up").exists() and time.monotonic() - began < 60:
-            time.sleep(0.02)
+        wait_for_file(folder / "gave-up")
         return {"error": "", "seconds": 0}
     _, carrier, received = buffers(world_size, 4, True)
     try:
@@ -171,6 +171,35 @@ def a_rank_does_not_come(rank: int, world_size: int, folder: Path) -> dict[str, 
         error = str(caught)
     (folder / "gave-up").touch()
     return {"error": error, "seconds": time.monotonic() - began}
+
+
+def an_interrupt(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Ctrl-C reaches a rank that waits for one that does not come, and so does a signal that ends nothing."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT_TIMEOUT_S))
+    one_exchange(rank, world_size, 4, 0, True, group)
+    if rank == 1:
+        wait_for_file(folder / "interrupted")
+        return {}
+    handled: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda *_: handled.append(os.getpid()))
+    for after, number in ((0.1, signal.SIGUSR1), (0.2, signal.SIGINT)):
+        threading.Timer(after, os.kill, (os.getpid(), number)).start()
+    _, carrier, received = buffers(world_size, 4, True)
+    began = time.monotonic()
+    try:
+        msa_icp.exchange_prefill(carrier, received, group)
+        raised = ""
+    except BaseException as caught:
+        raised = type(caught).__name__
+    seconds = time.monotonic() - began
+    (folder / "interrupted").touch()
+    return {"raised": raised, "seconds": seconds, "handled": len(handled)}
+
+
+def wait_for_file(path: Path) -> None:
+    began = time.monotonic()
+    while not path.exists() and time.monotonic() - began < 60:
+        time.sleep(0.02)
 
 
 def refusal(carrier: Any, received: Any, group: Any = None) -> str:

@@ -64,6 +64,13 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout_of_the_group(tmp_
     assert ranks.SHORT_TIMEOUT_S / 2 < waited["seconds"] < ranks.SHORT_TIMEOUT_S + 10
 
 
+def test_a_waiting_rank_handles_signals(tmp_path):
+    waited, _ = run_ranks(ranks.an_interrupt, 2, tmp_path)
+    assert waited["handled"] == 1
+    assert waited["raised"] == "KeyboardInterrupt"
+    assert waited["seconds"] < ranks.SHORT_TIMEOUT_S - 1
+
+
 @worlds
 def test_a_wrong_argument_is_named_and_nothing_is_sent(world_size, tmp_path):
     for found in run_ranks(ranks.bad_arguments, world_size, tmp_path):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import checks
 from .geometry import NUM_HEADS
+from .interruptible import wait_for
 
 _TAG = 0x1C9
 """Tag of head 0's rows, the other heads count on: it tells messages between two ranks of gloo apart."""
@@ -46,7 +47,8 @@ def exchange_prefill(
 
     Written: every element of `received`, nothing else. With `T == 0` nothing is done, on all ranks alike.
 
-    On a CPU the call returns when the rows are there. On CUDA it queues the exchange on the current stream
+    On a CPU the call returns when the rows are there, or a signal handler raises, as that of Ctrl-C does: the
+    group is of no use then, as if a rank were gone. On CUDA it queues the exchange on the current stream
     and synchronizes nothing; with NCCL, and for ranks of one process, it can be captured in a CUDA graph
     once the group has made an exchange.
 
@@ -86,9 +88,16 @@ def _over_group(
         return
     works = _start(list(_operations(carrier, rows, members, world_size, rank)), world_size)
     rows[rank].copy_(carrier[_owned(rank, world_size)])
-    for peer, work in works:
-        with _a_rank_may_be_gone(peer, world_size):
-            work.wait()
+
+    def wait() -> None:
+        for peer, work in works:
+            with _a_rank_may_be_gone(peer, world_size):
+                work.wait()
+
+    if carrier.device.type == "cpu":
+        wait_for(wait)
+    else:  # the current stream waits, which is this thread's
+        wait()
 
 
 def _owned(rank: int, world_size: int) -> slice:

@@ -162,6 +162,11 @@ MUTANTS = (
         PREFILL_EXCHANGE_TESTS,
     ),
     Mutant(
+        "an exchange that waits handles no signals",
+        ((PREFILL_EXCHANGE, "        wait_for(wait)", "        wait()"),),
+        ("test_exchange_prefill.py", "-k", "handles_signals"),
+    ),
+    Mutant(
         "another rank is blamed for the one that is gone",
         ((PREFILL_EXCHANGE, 'else f"rank {peer}"', 'else f"rank {(peer + 1) % world_size}"'),),
         ("test_exchange_prefill.py", "-k", "killed and 2-0"),
