@@ -270,11 +270,28 @@ def bad_tensors(world_size: int) -> Sequence[tuple[str, str, Any]]:
             lambda c, r: (torch.zeros(999, dtype=torch.int32).as_strided((HEADS, 4, 33), (131, 33, 1)), r),
         ),
         (
+            "in place",
+            r"received: must be in memory of its own, was on rows of carrier",
+            lambda c, r: in_place(world_size),
+        ),
+        (
+            "one row in common",
+            r"received: must be in memory of its own, was on rows of carrier",
+            lambda c, r: in_place(world_size, HEADS * 4 - 1),
+        ),
+        (
             "ranks that overlap",
             r"received strides: must be those of rows that do not overlap, was .*",
             lambda c, r: (c, r[:1].expand(world_size, hpr, 4, 33)),
         ),
     )
+
+
+def in_place(world_size: int, apart: int = 0) -> tuple[Tensor, Tensor]:
+    """A carrier and a receive buffer that begins so many rows behind the carrier's first."""
+    rows = torch.zeros(2 * HEADS * 4, WORDS, dtype=torch.int32)
+    shape = (world_size, HEADS // world_size, 4, WORDS)
+    return rows[: HEADS * 4].view(HEADS, 4, WORDS), rows[apart : apart + HEADS * 4].view(shape)
 
 
 def no_backend(rank: int, world_size: int, folder: Path) -> list[str]:

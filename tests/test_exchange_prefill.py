@@ -8,6 +8,7 @@ from pathlib import Path
 import prefill_exchange_ranks as ranks
 import pytest
 import torch
+from helpers import HEADS
 from prefill_exchange_ranks import CHUNKS, buffers, carrier_words, received_words, wrong_words
 from rank_processes import run_ranks
 
@@ -129,6 +130,34 @@ def test_a_wrong_argument_of_one_rank_is_named(world_size):
         with pytest.raises(ValueError, match=f"^{numbered}$"):
             msa_icp.exchange_prefill(carriers, received)
         assert all(torch.equal(memory, old) for (memory, _, _), old in zip(made, before, strict=True)), name
+
+
+@worlds
+def test_receive_buffers_of_one_process_lie_apart(world_size):
+    made = [buffers(world_size, 4, True)[1:] for _ in range(world_size)]
+    carriers, received = [c for c, _ in made], [r for _, r in made]
+    with pytest.raises(ValueError, match=r"^received\[[01]\]: must be .* was on rows of received\[[01]\]$"):
+        msa_icp.exchange_prefill(carriers, [received[0], received[0], *received[2:]])
+    last = carriers[-1].reshape(received[0].shape)
+    carriers[-1] = last.view(HEADS, 4, -1)
+    name = rf"carrier\[{world_size - 1}\]"
+    with pytest.raises(ValueError, match=rf"^received\[0\]: must be .* was on rows of {name}$"):
+        msa_icp.exchange_prefill(carriers, [last, *received[1:]])
+    assert not last.eq(0).any()
+    msa_icp.exchange_prefill([carriers[0]] * world_size, received)  # what is only read may be the same
+
+
+def test_slices_of_one_buffer_lie_apart():
+    """Head by head: the ranges of a carrier and of a receive buffer may enclose each other."""
+    memory = torch.arange(HEADS * 12 * 33, dtype=torch.int32).view(HEADS, 12, 33)
+    carriers = [memory[:, :3], memory[:, 3:6]]
+    received = [memory[:, at : at + 3].view(2, 2, 3, 33) for at in (6, 9)]
+    sent = [carrier.clone() for carrier in carriers]
+    msa_icp.exchange_prefill(carriers, received)
+    for owner, rows in enumerate(received):
+        assert torch.equal(rows, torch.stack([words[2 * owner : 2 * owner + 2] for words in sent]))
+    with pytest.raises(ValueError, match=r"^received\[1\]: must be .* was on rows of received\[0\]$"):
+        msa_icp.exchange_prefill(carriers, [received[0], memory[:, 8:11].view(2, 2, 3, 33)])
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,16 @@ MUTANTS = (
         PREFILL_EXCHANGE_TESTS,
     ),
     Mutant(
+        "rows are received on those of another rank",
+        (("checks/prefill.py", "and (written or other_written)", "and written != other_written"),),
+        ("test_exchange_prefill.py", "-k", "lie_apart"),
+    ),
+    Mutant(
+        "rows are received on those that are sent",
+        (("checks/prefill.py", "and (written or other_written)", "and (written and other_written)"),),
+        ("test_exchange_prefill.py", "-k", "lie_apart"),
+    ),
+    Mutant(
         "an exchange that waits handles no signals",
         ((PREFILL_EXCHANGE, "        wait_for(wait)", "        wait()"),),
         ("test_exchange_prefill.py", "-k", "handles_signals"),

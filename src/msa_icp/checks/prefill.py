@@ -386,11 +386,41 @@ def _received_rows(name: str, received: Any, world_size: int, carrier: Tensor) -
     return rows
 
 
+def _memory_of_their_own(sent: dict[str, Tensor], received: dict[str, Tensor]) -> None:
+    """What is received lies on nothing that is sent, and on nothing else that is received."""
+    pieces = sorted(
+        (begin, begin + rows.shape[-2] * LEGACY_WORDS * rows.element_size(), name in received, name)
+        for name, rows in (*sent.items(), *received.items())
+        for begin in _heads_at(rows)
+    )
+    ends = {False: (0, ""), True: (0, "")}  # the furthest end so far of what is sent, and of what is received
+    for begin, end, written, name in pieces:
+        for other_written, (other_end, other) in ends.items():
+            if begin < min(end, other_end) and (written or other_written):
+                mine, theirs = (name, other) if written else (other, name)
+                refuse(mine, "in memory of its own", f"on rows of {theirs}")
+        ends[written] = max(ends[written], (end, name))
+
+
+def _heads_at(rows: Tensor) -> list[int]:
+    """Addresses of the heads' rows `[T, 33]`; none where there are none, or no memory."""
+    base = rows.data_ptr()
+    if not base or not rows.numel():
+        return []
+    offsets = [0]
+    for size, stride in zip(rows.shape[:-2], rows.stride()[:-2], strict=True):
+        offsets = [offset + i * stride for offset in offsets for i in range(size)]
+    return [base + offset * rows.element_size() for offset in offsets]
+
+
 def exchange(carrier: Any, received: Any, *, world_size: int) -> Tensor:
     """`exchange_prefill` of one rank of a group of `world_size`; returns `received`."""
     if world_size not in WORLD_SIZES:
         refuse("group", f"one of {' or '.join(map(str, WORLD_SIZES))} ranks", f"one of {world_size}")
-    return _received_rows("received", received, world_size, _sent_rows("carrier", carrier))
+    sent = _sent_rows("carrier", carrier)
+    rows = _received_rows("received", received, world_size, sent)
+    _memory_of_their_own({"carrier": sent}, {"received": rows})
+    return rows
 
 
 def local_exchange(carrier: Any, received: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -409,4 +439,8 @@ def local_exchange(carrier: Any, received: Any) -> tuple[Sequence[Tensor], Seque
         tensor(f"carrier[{rank}]", sent, torch.int32, tuple(first.shape), device=first.device)
         _sent_rows(f"carrier[{rank}]", sent)
         _received_rows(f"received[{rank}]", rows, len(carrier), first)
+    _memory_of_their_own(
+        {f"carrier[{rank}]": rows for rank, rows in enumerate(carrier)},
+        {f"received[{rank}]": rows for rank, rows in enumerate(received)},
+    )
     return carrier, received
