@@ -197,12 +197,12 @@ def device_plan_call(device: str, backend: str) -> Call:
     return Call(msa_icp.msa_icp_index_score_sharded_plan_device, arguments)
 
 
-def prefill_score_call(device: str, backend: str) -> Call:
+def prefill_score_call(device: str, backend: str, initialize: bool = False) -> Call:
     arguments = window_arguments(device, backend)
     arguments |= {
         "max_score": poisoned((5, HEADS, 4), torch.float32, device),
         "sm_scale": 0.5,
-        "initialize": False,
+        "initialize": initialize,
         "compact": False,
         "enable_pdl": False,
     }
@@ -271,6 +271,7 @@ CALLS: dict[str, Callable[[str, str], Call]] = {
     "host-plan": host_plan_call,
     "device-plan": device_plan_call,
     "prefill-score": prefill_score_call,
+    "prefill-score initialize": lambda d, b: prefill_score_call(d, b, initialize=True),
     "prefill-select": prefill_select_call,
     "prefill-fused": prefill_fused_call,
     "score-columns": sizes_call("msa_icp_index_score_columns", max_seq_len=1000, page_size=256),

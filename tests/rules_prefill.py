@@ -201,6 +201,7 @@ PREFILL_RULES: list[Rule] = [
         ("prefill-score", "sm_scale", value, "sm_scale", worded(value))
         for value in (float("nan"), float("inf"), float("-inf"), None, "1", True, 1j)
     ],
+    ("prefill-score", "sm_scale", 10**400, "sm_scale", "of type int, too large for a float"),
     *flag_rules("prefill-score", "initialize"),
     *tensor_rules(
         "prefill-select",

@@ -106,7 +106,7 @@ def test_defaults_change_no_bit(backend, device, name, default):
 @pytest.mark.parametrize("name", CALLS)
 def test_what_was_made_in_inference_mode_serves_outside_of_it(backend, device, name):
     """PyTorch would not write there; a kernel does, and so must tensor code."""
-    interpreted_only_if(name in ("score", "merge"), backend, device)
+    interpreted_only_if(name in ("score", "merge", "prefill-score initialize"), backend, device)
     if reason := unserved(name, backend, device):
         pytest.skip(reason)
     usual = CALLS[name](device, backend)

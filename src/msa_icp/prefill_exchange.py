@@ -39,9 +39,9 @@ def exchange_prefill(
         carrier: `int32 [4, T, 33]`, strides `(s, 33, 1)` with `s >= T * 33`: a buffer of its own, or a token
             slice of a larger head-major one. Or a sequence of such tensors: the carriers of all ranks in
             order of rank, which then live in this process, on one device.
-        received: `int32 [W, hpr, T, 33]` on the carrier's device, a head's rows without gaps, in the same buffers
-            or others, and none on another or on the carrier's; written. `received[s, i]` becomes rank `s`'s
-            rows of this rank's `i`-th head. Where `carrier` is a sequence, a sequence of one for each rank.
+        received: `int32 [W, hpr, T, 33]` on the carrier's device, a head's rows without gaps, in the same
+            buffers or others, and none on another or on the carrier's; written. `received[s, i]` becomes rank
+            `s`'s rows of this rank's `i`-th head. Where `carrier` is a sequence, so is this.
         group: a group of `torch.distributed` that has a backend for the carrier's device: gloo on a CPU, NCCL
             where every rank has a GPU of its own. None: the default group. Ranks of one process need none.
 

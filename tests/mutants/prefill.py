@@ -123,8 +123,8 @@ MUTANTS = (
     ),
     Mutant(
         "a query that requires a gradient keeps it",
-        (("torch_backend/exact.py", "q.detach()", "q"),),
-        ("test_torch_defaults.py", "-k", "gradient"),
+        ((PREFILL_SCORER, "@torch.inference_mode()\n", ""),),
+        ("test_torch_defaults.py", "-k", "gradient and prefill"),
     ),
     Mutant(
         "rows of a window before its first",

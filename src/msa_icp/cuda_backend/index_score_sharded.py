@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from ..geometry import Layouts, ShardLayout, prefill_items
@@ -48,7 +49,8 @@ def index_score_sharded(
 ) -> None:
     """Write `max_score`: the plan's workers are the CTAs."""
     if initialize:
-        max_score.fill_(_NEG_INF)
+        with torch.inference_mode():  # the only one in which PyTorch writes into a tensor that was made in it
+            max_score.fill_(_NEG_INF)
     token_stride, head_stride, _ = max_score.stride()
     kernel_for(layout.page_size, layout.world_size)(
         (plan.packed_work_range.shape[0], 1, 1),

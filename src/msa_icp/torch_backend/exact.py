@@ -26,9 +26,9 @@ def exact_queries(q: Tensor) -> tuple[Tensor, Tensor]:
     """Query rows `[..., 128]` -> their values times `KEY_SCALE` in FP64, and which rows hold a NaN.
 
     A NaN query row makes every dot product NaN, and a NaN is ignored by the maximum: its values here are
-    numbers, and the caller scores it -inf. No score has a gradient, whatever the query has.
+    numbers, and the caller scores it -inf.
     """
-    values = q.detach().to(torch.float64)
+    values = q.to(torch.float64)
     dead = values.isnan().any(-1)
     return values.nan_to_num(nan=0.0) * KEY_SCALE, dead
 

@@ -5,6 +5,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -154,7 +155,8 @@ def index_score_sharded(
 ) -> None:
     """Write `max_score`: every causal prefix, and before it -inf everywhere if `initialize`."""
     if initialize:
-        max_score.fill_(float("-inf"))
+        with torch.inference_mode():  # the only one in which PyTorch writes into a tensor that was made in it
+            max_score.fill_(float("-inf"))
     target = target_of(q.device)
     rows = query_rows(plan.max_query_len)
     tensors, sizes = plan_arguments(q, k, block_table, plan)
