@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
@@ -20,6 +21,8 @@ from msa_icp.bench.decode_chain import WAYS, Row, quickest
 RESULTS = Path(__file__).parent / "results"
 BATCH_COLORS = ("#88ccee", "#4477aa", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#222222")
 COLORS = {"P128W2": "#4477aa", "P128W4": "#ee6677", "P256W2": "#228833", "P256W4": "#ccbb44"}
+SHADES = (1.0, 0.5, 0.25)
+"""Of backends in their order."""
 CONTEXTS = (8, 32, 128, 512, 1024)
 """Ticks, in thousands of keys."""
 RATIOS = (0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8)
@@ -53,8 +56,10 @@ def _log_axis(axis: Any, ticks: Sequence[float]) -> None:
 
 
 def prefill(document: dict[str, Any], to: Path) -> None:
-    """Limit / ours of every window, a colour a layout; hatched: the fused form."""
+    """Limit / ours of every window, a colour a layout, a shade a backend; hatched: the fused form."""
     rows = [row for row in document["rows"] if row["what"] != "select"]
+    backends = sorted({row["backend"] for row in rows})
+    shades = dict(zip(backends, SHADES, strict=False))
     windows = list(dict.fromkeys(row["window"] for row in rows))
     figure, panel = plt.subplots(figsize=(12, 4), layout="constrained")
     for place, window in enumerate(windows):
@@ -64,7 +69,7 @@ def prefill(document: dict[str, Any], to: Path) -> None:
                 place + (number + 0.5) / len(own) * 0.8 - 0.4,
                 max(row["operations_us"], row["plain_read_us"] or 0) / row["us"],
                 0.8 / len(own),
-                color=COLORS[row["layout"]],
+                color=to_rgba(COLORS[row["layout"]], shades[row["backend"]]),
                 hatch="///" if row["what"] == "fused" else None,
                 edgecolor="white",
             )
@@ -73,10 +78,14 @@ def prefill(document: dict[str, Any], to: Path) -> None:
     panel.set_xticks(range(len(windows)), windows, rotation=30, ha="right")
     panel.set_xlabel("query tokens over 128K keys; query tokens / cached prefix")
     panel.set_ylabel("limit / ours")
-    marks = [Patch(color=color) for color in COLORS.values()]
-    panel.legend(marks, list(COLORS), fontsize=8, loc="upper right", title="hatched: fused", title_fontsize=8)
-    backend = ", ".join(sorted({row["backend"] for row in rows}))
-    title = f"Prefill windows ({backend}), {document['card']}, torch {document['torch']}"
+    marks = {layout: Patch(color=color) for layout, color in COLORS.items()}
+    for backend, shade in shades.items():
+        for what in sorted({row["what"] for row in rows if row["backend"] == backend}, reverse=True):
+            hatch = "///" if what == "fused" else None
+            label = f"{backend}, {what}"
+            marks[label] = Patch(facecolor=to_rgba("#444444", shade), hatch=hatch, edgecolor="white")
+    figure.legend(marks.values(), marks, fontsize=8, loc="outside right upper")
+    title = f"Prefill windows, {document['card']}, torch {document['torch']}"
     figure.suptitle(title, fontsize=11)
     figure.savefig(to, dpi=110)
     print(f"wrote {to}")

@@ -15,15 +15,14 @@ import torch
 from helpers import HEADS, interpreted_only_if
 
 import msa_icp
-from msa_icp import cases, prefill_cases, verify
+from msa_icp import cases, prefill_cases, reference, verify
 from msa_icp.cases import FP8, LAYOUTS, bits, fp8, ones, poisoned
 from msa_icp.prefill_cases import RECORDED_SHAPES, prefill_case, recorded_window
-from msa_icp.verify.comparison import PREFILL_STEPS
+from msa_icp.verify.comparison import PREFILL_STEPS, padded
 from msa_icp.verify.prefill import plan_on_device, run_fused, run_merge, run_scores, run_select
 
 pytestmark = pytest.mark.prefill(PREFILL_STEPS)
 layouts = pytest.mark.parametrize(("world_size", "page_size"), LAYOUTS)
-SHORT = [shape for shape in RECORDED_SHAPES if shape[0] < 4096]
 
 
 def assert_case(case, backend, device):
@@ -166,14 +165,21 @@ def test_18_beyond_one_million_tokens(backend, device, page_size):
 @pytest.mark.exchange
 @pytest.mark.large
 @pytest.mark.parametrize(("world_size", "page_size"), [(4, 128), (2, 256)])
-@pytest.mark.parametrize("shape", SHORT, ids=lambda shape: f"{shape[0]}-{shape[1]}")
+@pytest.mark.parametrize("shape", RECORDED_SHAPES, ids=lambda shape: f"{shape[0]}-{shape[1]}")
 def test_19_recorded_shapes(backend, device, world_size, page_size, shape):
-    """Short queries over long cached prefixes, merged: what decode selects, token by token."""
-    tokens, prefix = shape
-    short = min(tokens, 7), prefix // 4  # a quarter of the prefix, in which nothing changes but the time
-    case = recorded_window(world_size, page_size, [short], local_blocks=2, init_blocks=1)
+    """Short queries over long cached prefixes, merged: what one rank with all keys, and decode, select.
+
+    Of each some tokens are compared: as they are on a GPU, on a CPU a few over a quarter of the prefix,
+    in which nothing changes but the time.
+    """
+    tokens, prefix = shape if device != "cpu" else (min(shape[0], 7), shape[1] // 4)
+    case = recorded_window(world_size, page_size, [(tokens, prefix)], local_blocks=2, init_blocks=1)
     merged = run_merge(case, carriers_of(case, backend, device), backend)
-    some = sorted({0, short[0] // 2, short[0] - 1})
+    some = sorted({0, tokens // 2, tokens - 1})
+    keys = case.keys_of(0, tokens + prefix)
+    for t in some:
+        wanted = reference.select_unsharded(case.index_q[t : t + 1], keys, [prefix + t], 1, 2)[0]
+        assert merged[t].tolist() == [padded(row) for row in wanted], t
     decode = cases.DecodeCase(
         name="",
         world_size=world_size,
@@ -182,7 +188,7 @@ def test_19_recorded_shapes(backend, device, world_size, page_size, shape):
         index_q=case.index_q.view(torch.uint8)[some].view(FP8),
         cache=case.cache,
         block_table=case.block_table[[0] * len(some)],
-        seq_lens=torch.tensor([short[1] + i + 1 for i in some], dtype=torch.int32),
+        seq_lens=torch.tensor([prefix + t + 1 for t in some], dtype=torch.int32),
         init_blocks=1,
         local_blocks=2,
     )
