@@ -226,6 +226,11 @@ def test_reset_clears_everything_of_everybody(group):
 
 
 def test_a_closed_storage_is_of_no_use(group):
+    group[1].close()
+    group[0].errors.fill_(3)
+    with pytest.raises(RuntimeError, match="reset: the receive storage is closed"):
+        group.reset()
+    assert group[0].errors.tolist() == [3] * 4  # all or none
     group.close()
     with pytest.raises(RuntimeError, match="reset: the receive storage is closed"):
         group.reset()

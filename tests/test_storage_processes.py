@@ -137,6 +137,7 @@ def test_a_reset_ends_within_its_own_limit(place, tmp_path):
     results = run_ranks(rank_processes.nobody_resets_with_it, 2, tmp_path, place=place)
     assert results[0]["seconds"] < 1.4, results
     assert re.search(r"cannot be reached.*Ranks? 1\b", results[0]["error"]), results
+    assert results[0]["told"]
 
 
 @places

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable
+
+_LAST_S = 3.0
+"""How long the end of the interpreter waits for the threads that an interrupt has left in a wait."""
 
 
 class _Waiter(threading.Thread):
@@ -23,6 +28,19 @@ class _Waiter(threading.Thread):
 
 _waiter: _Waiter | None = None
 """Of the main thread; there is none in a process that has forked."""
+_left_waiting: list[_Waiter] = []
+"""Those that an interrupt has left in a wait."""
+
+
+def _let_end() -> None:
+    """Wait a little for the waits that an interrupt has left, while there is an interpreter to come back to.
+
+    Ranks that get one signal end together: a wait that a closed connection ends in the middle of that would
+    abort the process.
+    """
+    until = time.monotonic() + _LAST_S
+    for waiter in _left_waiting:
+        waiter.join(max(0.0, until - time.monotonic()))
 
 
 def wait_for(wait: Callable[[], None]) -> None:
@@ -53,7 +71,15 @@ def wait_for(wait: Callable[[], None]) -> None:
         ended.acquire()
     except BaseException:
         _waiter.calls.put(None)
+        _leave(_waiter)
         _waiter = None
         raise
     if failure:
         raise failure.pop()
+
+
+def _leave(waiter: _Waiter) -> None:
+    if not _left_waiting:
+        atexit.unregister(_let_end)
+        atexit.register(_let_end)
+    _left_waiting[:] = [*filter(_Waiter.is_alive, _left_waiting), waiter]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks, geometry, receive_rows, shared_memory, symmetric_memory
-from .agreement import GroupExchange, agreement, gather
+from .agreement import GroupExchange, NoAgreementError, agreement, gather
 
 
 class IcpTimeoutError(RuntimeError):
@@ -286,8 +286,8 @@ class ReceiveStorage:
         process on the device, which a failed step ends within one spin limit.
 
         Args:
-            timeout: seconds that this rank waits for the others, more than 0, the same on every rank (a gloo
-                group). None: the group's own timeout.
+            timeout: seconds that rank 0 waits for the others, 0.001 at least, the same on every rank (gloo).
+                None: the group's own timeout, which also holds for the others where rank 0 is missing.
 
         Raises:
             ValueError: `timeout` is no such number; nothing has been done, and the others wait.
@@ -313,10 +313,17 @@ class ReceiveStorage:
             try:
                 exchange.wait_for_all(timeout)
             except RuntimeError as error:
-                raise failure or error from error
-        with agreement(exchange):  # nobody still publishes into what is cleared
+                if failure is not None:
+                    raise failure from error
+                raise
+        try:
+            with agreement(exchange):  # nobody still publishes into what is cleared
+                if failure is not None:
+                    raise failure
+        except NoAgreementError as error:
             if failure is not None:
-                raise failure
+                raise failure from error
+            raise
         with agreement(exchange):  # nobody publishes before all is clear
             self._clear()
             _finish(self.device)
@@ -362,6 +369,7 @@ class LocalGroup(tuple[ReceiveStorage, ...]):
         """Clear all rows, counters and errors of all ranks, with no exchange under way."""
         for storage in self:
             storage._refuse_closed("reset")
+        for storage in self:
             _finish(storage.device)
             storage._clear()
             _finish(storage.device)

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..geometry import HEAD_DIM, NUM_HEADS, PAGE_SIZES, TOP_K, WORLD_SIZES, Layouts, ShardLayout
 
 FP8 = torch.float8_e4m3fn
-_LONGEST_S = 31_536_000
-"""A year."""
+_SHORTEST_S, _LONGEST_S = 0.001, 31_536_000
+"""Of a limit; the longest is a year."""
 
 
 def refuse(name: str, must_be: str, was: object) -> NoReturn:
@@ -52,11 +52,14 @@ def one_of(name: str, value: Any, choices: tuple[int, ...]) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """A duration that `datetime.timedelta` can hold."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0 < float(value) <= _LONGEST_S:
-        refuse(name, f"seconds, more than 0 and at most {_LONGEST_S}", repr(value))
-    return float(value)
+    """A duration: a millisecond at least, what gloo counts in, and of which none would be its default."""
+    must_be = f"seconds, from {_SHORTEST_S} to {_LONGEST_S}"
+    number: Any = value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        refuse(name, must_be, f"{value!r} ({type(value).__name__})")
+    if not _SHORTEST_S <= number <= _LONGEST_S:  # an int of many digits is not written out
+        refuse(name, must_be, number if abs(number) < 1e18 else f"a {type(value).__name__} far from it")
+    return float(number)
 
 
 def flag(name: str, value: Any) -> None:

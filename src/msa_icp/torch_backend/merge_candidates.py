@@ -80,7 +80,8 @@ def _take_tagged(
     whose tags matched: a later write of a fast rank cannot mix into it.
     """
     wanted = expected + 1
-    snapshot = torch.empty(received.shape, dtype=received.dtype, device=received.device)
+    # Zeros: until the first look has been taken every row is missing, if that is interrupted.
+    snapshot = torch.zeros(received.shape, dtype=received.dtype, device=received.device)
     words = torch.zeros(received.shape, dtype=torch.int32, device=received.device)
 
     def absent() -> Tensor:  # [W, hpr, T, words]
@@ -119,7 +120,7 @@ def _take_legacy(received: Tensor, errors: Tensor, spin_limit: int, slot: int) -
     ready = received[..., rows.READY_WORD]
     words = torch.zeros((*received.shape[:-1], rows.READY_WORD), dtype=received.dtype, device=received.device)
 
-    absent = torch.empty(ready.shape, dtype=torch.bool, device=ready.device)  # [W, hpr, T], the last look
+    absent = torch.ones(ready.shape, dtype=torch.bool, device=ready.device)  # [W, hpr, T], the last look
 
     def look() -> Tensor:
         return torch.ne(ready, rows.READY, out=absent).any(0)
