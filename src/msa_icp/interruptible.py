@@ -32,6 +32,7 @@ _left_waiting: list[_Waiter] = []
 """Those that an interrupt has left in a wait."""
 
 
+@atexit.register
 def _let_end() -> None:
     """Wait a little for the waits that an interrupt has left, while there is an interpreter to come back to.
 
@@ -71,15 +72,8 @@ def wait_for(wait: Callable[[], None]) -> None:
         ended.acquire()
     except BaseException:
         _waiter.calls.put(None)
-        _leave(_waiter)
+        _left_waiting[:] = [*filter(_Waiter.is_alive, _left_waiting), _waiter]
         _waiter = None
         raise
     if failure:
         raise failure.pop()
-
-
-def _leave(waiter: _Waiter) -> None:
-    if not _left_waiting:
-        atexit.unregister(_let_end)
-        atexit.register(_let_end)
-    _left_waiting[:] = [*filter(_Waiter.is_alive, _left_waiting), waiter]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec
 
+import torch
 from torch import Tensor
 
 P = ParamSpec("P")
@@ -113,10 +114,14 @@ def launch(launches: Sequence[Launch]) -> None:
 
 def tensor_code(*, takes_query: bool) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """An op in tensor code is one launch. `takes_query`: its first arguments are the query and the K
-    shard."""
+    shard.
+
+    It runs in inference mode, the only one in which PyTorch writes into tensors that were made in it.
+    """
 
     def recordable(op: Callable[P, None]) -> Callable[P, None]:
         name = getattr(op, "__name__", "op")
+        op = torch.inference_mode()(op)
 
         def again(_: tuple[int, ...], arguments: list[Any]) -> None:
             *tensors, numbers = arguments

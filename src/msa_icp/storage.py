@@ -309,14 +309,9 @@ class ReceiveStorage:
             _finish(self.device)
         except Exception as error:
             failure = error
-        if timeout is not None:
-            try:
-                exchange.wait_for_all(timeout)
-            except RuntimeError as error:
-                if failure is not None:
-                    raise failure from error
-                raise
         try:
+            if timeout is not None:
+                exchange.wait_for_all(timeout)
             with agreement(exchange):  # nobody still publishes into what is cleared
                 if failure is not None:
                     raise failure

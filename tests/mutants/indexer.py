@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "an output of inference mode is found out when the rows are published",
-        (("torch_backend/merge_candidates.py", "@torch.inference_mode()\n", ""),),
+        (("launches.py", "        op = torch.inference_mode()(op)\n", ""),),
         (*FACADE_TESTS, "-k", "inference_mode_are_written"),
     ),
     Mutant(

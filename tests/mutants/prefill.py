@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "a query that requires a gradient keeps it",
-        ((PREFILL_SCORER, "@torch.inference_mode()\n", ""),),
+        (("launches.py", "        op = torch.inference_mode()(op)\n", ""),),
         ("test_torch_defaults.py", "-k", "gradient and prefill"),
     ),
     Mutant(

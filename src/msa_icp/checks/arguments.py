@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import sys
 from itertools import product
 from typing import Any, NoReturn
 
@@ -51,15 +52,27 @@ def one_of(name: str, value: Any, choices: tuple[int, ...]) -> int:
     return int(value)
 
 
+def real(name: str, must_be: str, value: Any, low: float, high: float) -> float:
+    """A number in `low ... high`, both included, as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        refuse(name, must_be, repr(value))
+    try:
+        number = float(value)
+    except OverflowError:  # its digits could be more than Python writes out
+        refuse(name, must_be, f"of type {type(value).__name__}, too large for a float")
+    if not low <= number <= high:
+        refuse(name, must_be, repr(value))
+    return number
+
+
+def finite(name: str, value: Any) -> float:
+    """A number that is a finite one as a float."""
+    return real(name, "a finite number", value, -sys.float_info.max, sys.float_info.max)
+
+
 def seconds(name: str, value: Any) -> float:
     """A duration: a millisecond at least, what gloo counts in, and of which none would be its default."""
-    must_be = f"seconds, from {_SHORTEST_S} to {_LONGEST_S}"
-    number: Any = value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        refuse(name, must_be, f"{value!r} ({type(value).__name__})")
-    if not _SHORTEST_S <= number <= _LONGEST_S:  # an int of many digits is not written out
-        refuse(name, must_be, number if abs(number) < 1e18 else f"a {type(value).__name__} far from it")
-    return float(number)
+    return real(name, f"seconds, from {_SHORTEST_S} to {_LONGEST_S}", value, _SHORTEST_S, _LONGEST_S)
 
 
 def flag(name: str, value: Any) -> None:

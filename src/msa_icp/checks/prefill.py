@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +32,7 @@ from ..prefill_plan import workers as plan_workers
 from .arguments import (
     FP8,
     at_least,
+    finite,
     flag,
     forced_blocks,
     integer,
@@ -259,19 +258,6 @@ def _score_inputs(
     return planned, shard
 
 
-def _finite(name: str, value: Any) -> None:
-    """A number that is a finite one as a float."""
-    must_be = "a finite number"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        refuse(name, must_be, repr(value))
-    try:
-        finite = math.isfinite(value)
-    except OverflowError:  # its digits could be more than Python writes out
-        refuse(name, must_be, f"of type {type(value).__name__}, too large for a float")
-    if not finite:
-        refuse(name, must_be, repr(value))
-
-
 def prefill_score(
     q: Any,
     k: Any,
@@ -295,7 +281,7 @@ def prefill_score(
         refuse("max_score.requires_grad", "False: it is written in place", True)
     columns = shard_columns(planned.columns, shard.page_size) if compact else planned.columns
     at_least("max_score", rows, 2, columns)
-    _finite("sm_scale", sm_scale)
+    finite("sm_scale", sm_scale)
     flag("initialize", initialize)
     flag("enable_pdl", enable_pdl)
     return shard

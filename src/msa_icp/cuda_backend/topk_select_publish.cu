@@ -8,8 +8,8 @@
 // the floor than the list holds, of equal scores, say, is narrowed down by the classes of its columns instead.
 //
 // The first scores are read before it is known how many of them there are. Columns below `columns` can always be read.
-// Those of a wide row that follow are copied into shared memory, all at once, where the launch has room for them: read
-// batch after batch each would take as long as all of them.
+// A row of several batches is copied into shared memory, all at once, where the launch has room for it: read batch after
+// batch each would take as long as all of them.
 //
 // Launch: CTAs (tokens, heads), kThreads threads, any dynamic shared memory.
 

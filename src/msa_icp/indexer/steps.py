@@ -387,12 +387,11 @@ def _checked_windows(windows: Any, tokens: int) -> list[tuple[int, int, Tensor, 
 
 def _refuse_plans_of_one_number(plans: list[MSAIcpScorePlan]) -> None:
     """The later of two plans in one storage has overwritten the other; one plan may serve twice."""
-    planned: dict[int, MSAIcpScorePlan] = {}
+    planned: dict[int, int] = {}
     for place, plan in enumerate(plans):
         name = f"windows[{place}] plan"
         words = checks.tensor(f"{name}.packed_work_info", plan.packed_work_info, torch.int64, ("words",))
-        other = planned.setdefault(words.data_ptr(), plan)
-        if other is not plan:
-            first = next(i for i, one in enumerate(plans) if one is other)
+        first = planned.setdefault(words.data_ptr(), place)
+        if plans[first] is not plan:
             must_be = "in storage of its own (prefill_window_plan: another number)"
             checks.refuse(name, must_be, f"planned over that of windows[{first}]")

@@ -28,7 +28,6 @@ class _Items:
 
 
 @launches.tensor_code(takes_query=True)
-@torch.inference_mode()
 def decode_index_score_sharded(
     index_q: Tensor,
     index_k: Tensor,

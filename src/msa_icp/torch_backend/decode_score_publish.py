@@ -12,7 +12,6 @@ from .topk_select_publish import topk_select_publish
 
 
 @launches.tensor_code(takes_query=True)
-@torch.inference_mode()
 def decode_score_publish(
     index_q: Tensor,
     index_k: Tensor,

@@ -67,7 +67,6 @@ class Columns:
 
 
 @launches.tensor_code(takes_query=True)
-@torch.inference_mode()
 def index_score_sharded(
     q: Tensor,
     k: Tensor,

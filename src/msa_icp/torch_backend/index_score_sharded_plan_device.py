@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import launches
@@ -10,7 +9,6 @@ from ..prefill_plan import plan_words
 
 
 @launches.tensor_code(takes_query=False)
-@torch.inference_mode()
 def index_score_sharded_plan_device(
     qo_segment_lens: Tensor,
     kv_segment_lens: Tensor,

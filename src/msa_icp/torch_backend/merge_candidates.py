@@ -15,7 +15,6 @@ from .waiting import fence, record_failures, wait
 
 
 @launches.tensor_code(takes_query=False)
-@torch.inference_mode()
 def merge_candidates(
     recv_slot: Tensor,
     num_valid_pages: Tensor,

@@ -17,7 +17,6 @@ CHUNK_SCORES = 1 << 23
 
 
 @launches.tensor_code(takes_query=True)
-@torch.inference_mode()
 def prefill_score_select(
     q: Tensor,
     k: Tensor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import launches, rows
@@ -13,7 +12,6 @@ CHUNK_SCORES = 1 << 18
 
 
 @launches.tensor_code(takes_query=False)
-@torch.inference_mode()
 def topk_select_prefill(
     scores: Tensor,
     num_valid_pages: Tensor,

@@ -14,7 +14,6 @@ from .waiting import fence, memory, record_failures, wait
 
 
 @launches.tensor_code(takes_query=False)
-@torch.inference_mode()
 def topk_select_publish(
     scores: Tensor,
     num_valid_pages: Tensor,

@@ -10,7 +10,6 @@ from ..geometry import ShardLayout
 
 
 @launches.tensor_code(takes_query=False)
-@torch.inference_mode()
 def write_index_keys(
     keys: Tensor,
     positions: Tensor,
