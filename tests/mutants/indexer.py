@@ -24,7 +24,7 @@ MUTANTS = (
     ),
     Mutant(
         "windows planned in one place are taken",
-        ((STEPS, "if other is not plan:", "if False:"),),
+        ((STEPS, "if plans[first] is not plan:", "if False:"),),
         ("test_indexer_steps.py", "-k", "planned_in_one_place"),
     ),
     Mutant(
