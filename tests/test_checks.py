@@ -132,6 +132,8 @@ def test_integers_of_numpy_are_integers(backend, device, name, kind):
             tensors |= {
                 f"{number} {field}": getattr(storage, field) for field in COMM_FIELDS if "bases" not in field
             }
+        # Of rows that wait side by side any may be the first to fail, so its token is left out.
+        tensors |= {key: value[..., :3] for key, value in tensors.items() if key.endswith("errors")}
         written.append(
             {key: value.detach().cpu().contiguous().view(torch.uint8) for key, value in tensors.items()}
         )
