@@ -47,7 +47,8 @@ def main() -> None:
             print(
                 f"{row.what:6} {row.backend:7} {row.layout} {row.window:16} {row.query_tokens:6} tokens "
                 f"{row.us:10.2f} us {row.tflops:7.1f} TFLOP/s ({row.tflops / row.bf16_tflops:4.2f} of bf16), "
-                f"limit / ours {row.limit_us / row.us:4.2f}, units {row.units[0]} - {row.units[2]}",
+                f"limit / ours {row.limit_us / row.us:4.2f}, units {row.units[0]} - {row.units[2]}, "
+                f"cost {row.costs[1]:.1f}, at most {row.costs[2]:.1f}",
                 flush=True,
             )
     results.write(args, "prefill", measured, plain_read_tb_s=speed)

@@ -160,7 +160,7 @@ def killed_in_flight(
 ) -> dict[str, Any]:
     """A rank is killed while its kernels run or wait to run, in the middle of whatever layer that is."""
     if rank == world_size:
-        return {"again": rank_processes.again(folder, dead, world_size, tagged)}
+        return {"again": rank_processes.in_its_place(folder, dead, world_size, tagged)}
     storage = create()
     layers = Layers(storage, here.backend, tagged=tagged, spin_limit=here.long)
     _one_with_the_host(layers)
@@ -204,8 +204,19 @@ def a_second_stream(rank: int, world_size: int, folder: Path) -> str:
             return str(error)
 
 
-def memory_comes_back(rank: int, world_size: int, folder: Path) -> list[int]:
-    """MiB of the card that three large storages, one after the other, have taken and not given back."""
+def memory_comes_back(rank: int, world_size: int, folder: Path) -> list[int] | None:
+    """MiB of the card that three large storages, one after the other, have taken and not given back.
+
+    None: somebody else takes memory of this card or gives it back.
+    """
+    free = set()
+    for _ in range(20):
+        dist.barrier()
+        free.add(torch.cuda.mem_get_info()[0])
+        dist.barrier()
+        time.sleep(0.05)
+    if len(free) > 1:
+        return None
     taken = []
     for _ in range(3):
         dist.barrier()

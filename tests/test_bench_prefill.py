@@ -24,17 +24,17 @@ def test_useful_operations(world_size):
     assert window.tokens == 6
 
 
-def test_units_of_the_least_and_the_most_loaded_worker():
-    """Items of 3, 5 and 2 units, dealt to four workers as 1 + 0 + 7 + 2."""
-    plan = msa_icp.msa_icp_index_score_sharded_plan(
-        torch.ones(3, dtype=torch.int32),
-        torch.tensor([3, 5, 2], dtype=torch.int32) * 4 * 128,
-        4,
-        qo_offset=torch.tensor([3, 5, 2], dtype=torch.int32) * 4 * 128 - 1,
-        device="cpu",
-    )
+def test_units_and_costs_of_the_least_and_the_most_loaded_worker():
+    """Items of 3, 5 and 2 units, dealt to four workers as 1 + 0 + 7 + 2; 20 tokens cost more than one."""
+    tokens = torch.tensor([1, 20, 1], dtype=torch.int32)
+    keys = torch.tensor([3, 5, 2], dtype=torch.int32) * 4 * 128
+    plan = msa_icp.msa_icp_index_score_sharded_plan(tokens, keys, 4, qo_offset=keys - tokens, device="cpu")
     begins_and_end = [(0, 0), (0, 1), (0, 1), (2, 0), (3, 0)]  # item, unit of it
     words = [item | unit << 16 for item, unit in begins_and_end]
     shares = torch.tensor([a | b << 32 for a, b in itertools.pairwise(words)])
-    assert spread(dataclasses.replace(plan, packed_work_range=shares)) == (0, 2.5, 7)
-    assert spread(plan)[1] * plan.packed_work_range.shape[0] == 10
+    eighths = [5, 0, 2 * 5 + (8 + 5 * 6), 8 + 2 * 5]
+    assert spread(dataclasses.replace(plan, packed_work_range=shares)) == {
+        "units": (0, 2.5, 7),
+        "costs": (0, round(sum(eighths) / 4 / 8, 3), max(eighths) / 8),
+    }
+    assert spread(plan)["units"][1] * plan.packed_work_range.shape[0] == 10

@@ -203,7 +203,10 @@ def test_a_second_stream_of_a_rank(place, tmp_path):
 @gpu_places
 def test_memory_of_the_card_comes_back(place, tmp_path):
     """Two storages of about 230 MiB on the card at a time; afterwards, but for contexts, nothing."""
-    for found in run_ranks(cuda_ranks.memory_comes_back, 2, tmp_path, place=place):
+    ranks = run_ranks(cuda_ranks.memory_comes_back, 2, tmp_path, place=place)
+    if None in ranks:
+        pytest.skip("others take memory of this card meanwhile")
+    for found in ranks:
         assert min(found[::2]) > 150, found
         assert max(found[1::2]) < 100, found
 

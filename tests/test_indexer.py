@@ -443,6 +443,7 @@ def test_prefill_needs_scratch_or_a_pool():
 
 
 @pytest.mark.prefill
+@pytest.mark.exchange
 @pytest.mark.parametrize("page_size", [128, 256])
 def test_prefill_writes_the_causal_prefixes_alone(backend, device, page_size):
     """Score rows are not filled first: what lies behind a token's prefix, or the tokens, keeps its bits."""

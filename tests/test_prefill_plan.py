@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -27,6 +27,12 @@ class Item:
     segment: int
     index: int
     units: int
+    tokens: int | None = field(default=None, compare=False)  # no part of the word
+
+    @property
+    def unit_cost(self) -> int:
+        """In eighths of a unit that 64 tokens look at."""
+        return 4 + math.ceil(self.tokens / 16)
 
 
 def items_of(qo_lens, kv_lens, qo_offset, columns=10**9) -> list[Item]:
@@ -36,15 +42,27 @@ def items_of(qo_lens, kv_lens, qo_offset, columns=10**9) -> list[Item]:
         for index in range(math.ceil(max(0, tokens) / 64)):
             last = min(64 * index + 63, tokens - 1)
             blocks = min(columns, math.ceil(min(keys, first + last + 1) / 128))
-            items.append(Item(s, index, max(1, math.ceil(blocks / 4))))
+            items.append(Item(s, index, max(1, math.ceil(blocks / 4)), last + 1 - 64 * index))
     return items
 
 
 def shares_of(items: list[Item], workers: int) -> list[list[tuple[int, int]]]:
-    """The (item, unit) pairs of every worker, dealt one by one."""
-    units = [(i, u) for i, item in enumerate(items) for u in range(item.units)]
-    total = len(units)
-    return [units[s * total // workers : (s + 1) * total // workers] for s in range(workers)]
+    """The (item, unit) pairs of every worker: one goes to the last share that begins at its end or before.
+
+    An item but the first costs a unit of 64 tokens before its own.
+    """
+    ends, cost = [], 0
+    for i, item in enumerate(items):
+        cost += 8 if i else 0
+        for unit in range(item.units):
+            cost += item.unit_cost
+            ends.append((cost, (i, unit)))
+    shares: list[list[tuple[int, int]]] = [[] for _ in range(workers)]
+    for end, pair in ends:
+        # The begin of share s is s * cost // workers.
+        share = max(s for s in range(workers) if s * cost // workers < end)
+        shares[share].append(pair)
+    return shares
 
 
 def unpack_info(word: int) -> Item:
@@ -86,6 +104,7 @@ WINDOWS = {
     "a fresh prompt": ((700,), (700,), (0,)),
     "items and segments": ((64, 0, 65, 1, 0, 128), (64, 9, 1000, 513, 0, 512), (0, 9, 935, 512, 0, 384)),
     "before the last keys": ((70,), (5000,), (10,)),
+    "a long prefix": ((20, 40), (9000, 5000), (8980, 4960)),
     "past the keys": ((70, 70), (0, 600), (0, 580)),
     "recorded": (
         tuple(q for q, _ in RECORDED_SHAPES),
@@ -168,23 +187,37 @@ def test_pool_bytes():
 # ---------------------------------------------------------------- what the plan is for
 
 
-@pytest.mark.parametrize("shape", RECORDED_SHAPES)
-def test_19_every_multiprocessor_has_its_share(shape):
-    """Short queries over long cached prefixes: no share is more than one unit (512 keys) above another."""
-    tokens, prefix = shape
+@pytest.mark.parametrize(
+    "shapes",
+    [*((shape,) for shape in RECORDED_SHAPES), RECORDED_SHAPES],
+    ids=[*(f"{tokens}/{prefix}" for tokens, prefix in RECORDED_SHAPES), "mixed"],
+)
+def test_19_every_multiprocessor_has_its_share(shapes):
+    """Short queries over long cached prefixes, alone and beside whole prompts.
+
+    Of one item no share has more than a unit (512 keys) above another; of several a share costs what the mean
+    does, but for less than a unit and a start at either end of it.
+    """
+    qo, first = zip(*shapes, strict=True)
+    kv = tuple(map(sum, shapes))
     work_range, work_info = plan_words(
-        int32(tokens),
-        int32(tokens + prefix),
-        int32(prefix),
-        total_q=tokens,
-        max_seq_len=tokens + prefix,
+        int32(*qo),
+        int32(*kv),
+        int32(*first),
+        total_q=sum(qo),
+        max_seq_len=max(kv),
         workers=H200_MULTIPROCESSORS,
     )
-    items = items_of((tokens,), (tokens + prefix,), (prefix,))
+    items = items_of(qo, kv, first)
     assert_words(work_range, work_info, items, H200_MULTIPROCESSORS)
-    sizes = [len(walk(items, *unpack_range(w))) for w in work_range.tolist()]
-    assert max(sizes) - min(sizes) <= 1
-    assert sum(sizes) == sum(item.units for item in items)
+    shares = [walk(items, *unpack_range(w)) for w in work_range.tolist()]
+    assert sum(map(len, shares)) == sum(item.units for item in items)
+    if len(items) == 1:
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    costs = [sum(items[i].unit_cost + 8 * (i > 0 and u == 0) for i, u in share) for share in shares]
+    mean = sum(costs) / len(costs)
+    assert max(costs) < mean + 16
+    assert min(costs) > mean - 16
 
 
 @pytest.mark.parametrize("window", WINDOWS)

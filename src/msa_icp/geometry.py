@@ -47,7 +47,13 @@ TAGGED_WORDS = 32
 ITEM_TOKENS = 64
 """Most query tokens of one item of a prefill plan."""
 UNIT_BLOCKS = 4
-"""B128 blocks in one unit of a prefill item's cost."""
+"""B128 blocks in one unit of a prefill item: where a share of a plan may begin and end."""
+UNIT_COST = 4
+"""What a unit costs, whatever looks at it, in eighths of one that 64 tokens look at; and one more for ..."""
+COST_TOKENS = 16
+"""... as many tokens of the item, or fewer."""
+START_COST = 8
+"""What it costs a share to go on to another item."""
 MAX_SEGMENTS = 65536
 """Segments of a prefill window."""
 MAX_ITEMS = 65535

@@ -4,10 +4,16 @@ The plan is a function of the segment metadata alone, the same for every layer, 
 what its packed words mean, and how tensor code computes them.
 
 An *item* is up to 64 consecutive query tokens of one segment, all four heads. Items are ordered by
-segment, then token. What an item costs is counted in *units* of 4 B128 blocks: as many as hold the
-blocks that the item's last token sees, and at least one, because an item that sees nothing is visited all
-the same. The units of all items, in order, are dealt to the workers in contiguous shares of equal size: a
-worker is a multiprocessor, or a thread of a CPU. What one worker does of one item is a *piece*.
+segment, then token, and cut into *units* of 4 B128 blocks: as many as hold the blocks that the item's last
+token sees, and at least one, because an item that sees nothing is visited all the same. The units of all
+items, in order, are dealt to the workers in contiguous shares of equal cost, but for one unit: a worker is a
+multiprocessor, or a thread of a CPU. What one worker does of one item is a *piece*.
+
+A unit of an item with `t` tokens costs `4 + ceil(t / 16)`, and every item but the first costs 8 before its
+first unit, because a worker that goes on to it starts again: queries and pages to look up, keys to wait for.
+These are what units took the CUDA scorer on an H200 (docs/performance-prefill.md), in eighths of a unit of 64
+tokens. A bound of a share that falls into a unit, or into what comes before the first one, is moved back to
+where that begins.
 
 `packed_work_info[i]`, int64, for every item `i`; words past the last item mean nothing:
 
@@ -35,11 +41,22 @@ of a segment is row `qo_segment_offsets[s] + i`; whoever follows a plan leaves o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .geometry import BLOCK, ITEM_TOKENS, UNIT_BLOCKS, block_columns, ceil_div, prefill_items
+from .geometry import (
+    BLOCK,
+    COST_TOKENS,
+    ITEM_TOKENS,
+    START_COST,
+    UNIT_BLOCKS,
+    UNIT_COST,
+    block_columns,
+    ceil_div,
+    prefill_items,
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +127,11 @@ def workers(device: torch.device) -> int:
     return torch.get_num_threads()
 
 
+def cost_of_unit(tokens: Any) -> Any:
+    """What a unit of an item with so many tokens costs, for integers and integer tensors."""
+    return UNIT_COST + ceil_div(tokens, COST_TOKENS)
+
+
 def plan_words(
     qo_segment_lens: Tensor,
     kv_segment_lens: Tensor,
@@ -141,11 +163,15 @@ def plan_words(
     units = torch.where(live, ceil_div(blocks, UNIT_BLOCKS), 0)
     info = torch.where(live, segment | index << 16 | units << 32, 0)
 
-    units_up_to = units.cumsum(0)
+    unit_cost = cost_of_unit(tokens_up_to - index * ITEM_TOKENS)
+    start_cost = torch.where(live & (item > 0), START_COST, 0)
+    cost_up_to = (start_cost + units * unit_cost).cumsum(0)
+    first_unit_at = cost_up_to - units * unit_cost
     share = torch.arange(workers + 1, device=device)
-    bounds = share * units_up_to[-1] // workers
-    bound_item = torch.minimum(torch.searchsorted(units_up_to, bounds, right=True), items)
-    before = (units_up_to - units)[bound_item.clamp(max=capacity - 1)]
-    bound_unit = torch.where(bound_item < items, bounds - before, 0)
+    bounds = share * cost_up_to[-1] // workers
+    bound_item = torch.minimum(torch.searchsorted(cost_up_to, bounds, right=True), items)
+    at = bound_item.clamp(max=capacity - 1)
+    spent = (bounds - first_unit_at[at]).clamp(min=0)
+    bound_unit = torch.where(bound_item < items, spent // unit_cost[at], 0)
     place = bound_item | bound_unit << 16
     return place[:-1] | place[1:] << 32, info

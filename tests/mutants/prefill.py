@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last worker has the rest",
-        ((PLAN, "share * units_up_to[-1] // workers", "share * (units_up_to[-1] // workers)"),),
+        ((PLAN, "share * cost_up_to[-1] // workers", "share * (cost_up_to[-1] // workers)"),),
         PLAN_TESTS,
     ),
     Mutant(
@@ -50,11 +50,36 @@ MUTANTS = (
         (
             (
                 PLAN,
-                "torch.searchsorted(units_up_to, bounds, right=True)",
-                "torch.searchsorted(units_up_to, bounds)",
+                "torch.searchsorted(cost_up_to, bounds, right=True)",
+                "torch.searchsorted(cost_up_to, bounds)",
             ),
         ),
         PLAN_TESTS,
+    ),
+    Mutant(
+        "a unit costs the same for any number of tokens",
+        ((PLAN, "UNIT_COST + ceil_div(tokens, COST_TOKENS)", "UNIT_COST + 0 * tokens"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "a worker goes on to another item for nothing",
+        ((PLAN, "torch.where(live & (item > 0), START_COST, 0)", "torch.where(live & (item > 0), 0, 0)"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "the first item has a start as well",
+        ((PLAN, "live & (item > 0), START_COST", "live, START_COST"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "a bound before an item's first unit is before its begin",
+        ((PLAN, "(bounds - first_unit_at[at]).clamp(min=0)", "(bounds - first_unit_at[at])"),),
+        PLAN_TESTS,
+    ),
+    Mutant(
+        "a benchmark counts no start of an item",
+        (("bench/prefill.py", "START_COST if item and not first else 0", "0"),),
+        ("test_bench_prefill.py",),
     ),
     Mutant(
         "a prefill plan of the caller's tensors",

@@ -150,6 +150,30 @@ MUTANTS = (
         interpreted=True,
     ),
     Mutant(
+        "the Triton plan's unit costs the same for any number of tokens",
+        (
+            (
+                "triton_backend/index_score_sharded_plan_device.py",
+                "(tokens_of_item + (TOKENS_OF_COST - 1)) // TOKENS_OF_COST",
+                "4",
+            ),
+        ),
+        ("test_prefill_plan.py", "-k", "device_words"),
+        interpreted=True,
+    ),
+    Mutant(
+        "the Triton plan's first item has a start as well",
+        (
+            (
+                "triton_backend/index_score_sharded_plan_device.py",
+                "start = tl.where(item > 0, COST_OF_START, 0)",
+                "start = tl.where(item >= 0, COST_OF_START, 0)",
+            ),
+        ),
+        ("test_prefill_plan.py", "-k", "device_words"),
+        interpreted=True,
+    ),
+    Mutant(
         "a warm-up loads the Triton plan for few segments alone",
         (
             (

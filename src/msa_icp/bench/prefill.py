@@ -8,6 +8,7 @@ plain read of the keys, both measured in the same run.
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,9 @@ from torch import Tensor
 
 import msa_icp
 from msa_icp import dispatch
-from msa_icp.geometry import HEAD_DIM, NUM_HEADS, ShardLayout, ceil_div
+from msa_icp.geometry import HEAD_DIM, ITEM_TOKENS, NUM_HEADS, START_COST, ShardLayout, ceil_div
 from msa_icp.prefill_cases import RECORDED_SHAPES
+from msa_icp.prefill_plan import cost_of_unit
 
 from . import ruler
 from .batch import random_keys
@@ -75,8 +77,9 @@ RECORDED = (
 class Row:
     """One figure; times in microseconds a launch, `keys` over all ranks or the name of a mixed window.
 
-    `units` are those of the least loaded multiprocessor, their mean, and those of the most loaded one. The
-    selection alone has no operations and no keys to read, so no limit.
+    `units` are those of the multiprocessor with the fewest, their mean, and those of the one with the most;
+    `costs` the same of what the plan says that they cost, in units of 64 tokens. The selection alone has no
+    operations and no keys to read, so no limit.
     """
 
     what: str
@@ -92,6 +95,7 @@ class Row:
     operations_us: float
     plain_read_us: float | None
     units: tuple[int, float, int]
+    costs: tuple[float, float, float]
 
     @property
     def limit_us(self) -> float:
@@ -197,17 +201,27 @@ def _chain_bytes(device: torch.device) -> int:
     return 400_000_000 if device.type == "cuda" else 1
 
 
-def spread(plan: msa_icp.MSAIcpScorePlan) -> tuple[int, float, int]:
-    """Units of the least loaded worker, their mean, and units of the most loaded one."""
-    info = plan.packed_work_info.cpu()
-    shares = plan.packed_work_range.cpu()
-    before = torch.nn.functional.pad((info >> 32).cumsum(0), (1, 0))
-
-    def units_before(place: Tensor) -> Tensor:
-        return before[place & 0xFFFF] + (place >> 16 & 0xFFFF)
-
-    units = units_before(shares >> 32 & 0xFFFFFFFF) - units_before(shares & 0xFFFFFFFF)
-    return int(units.min()), float(units.to(torch.float64).mean()), int(units.max())
+def spread(plan: msa_icp.MSAIcpScorePlan) -> dict[str, tuple[Any, float, Any]]:
+    """`units` and `costs` of a row: the least of all workers, the mean, the most."""
+    info, lens = plan.packed_work_info.tolist(), plan.qo_segment_lens.tolist()
+    units, costs = [], []
+    for word in plan.packed_work_range.tolist():
+        first_item, first, last_item, end = (word >> shift & 0xFFFF for shift in (0, 16, 32, 48))
+        pieces = [(item, info[item] >> 32) for item in range(first_item, last_item)]
+        pieces += [(last_item, end)] if end else []
+        own, cost = 0, 0
+        for item, up_to in pieces:
+            segment, index = info[item] & 0xFFFF, info[item] >> 16 & 0xFFFF
+            tokens = min(ITEM_TOKENS, lens[segment] - index * ITEM_TOKENS)
+            own += up_to - first
+            cost += (up_to - first) * cost_of_unit(tokens) + (START_COST if item and not first else 0)
+            first = 0
+        units.append(own)
+        costs.append(cost / cost_of_unit(ITEM_TOKENS))
+    return {
+        "units": (min(units), statistics.mean(units), max(units)),
+        "costs": (min(costs), round(statistics.mean(costs), 3), max(costs)),
+    }
 
 
 def bf16_tflops(device: torch.device) -> float:
@@ -257,5 +271,5 @@ def rows(
                         accumulate="fp32",
                         operations_us=round(operations / matrix_rate / 1e6, 3),
                         plain_read_us=None if what == "select" else plain,
-                        units=spread(work.plan),
+                        **spread(work.plan),
                     )

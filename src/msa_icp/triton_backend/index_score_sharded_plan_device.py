@@ -1,7 +1,7 @@
 """Plan a prefill window on its device (contract, section 7; the words: ../prefill_plan.py).
 
-One program, in three steps: every segment writes the words of its items, the items' units are added up, and
-every worker's bound finds the item that holds it.
+One program, in three steps: every segment writes the words and the costs of its items, the costs are added
+up, and every worker's bound finds the item that holds it.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -14,24 +14,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..geometry import Layouts, block_columns, prefill_items
+from ..geometry import COST_TOKENS, START_COST, UNIT_COST, Layouts, block_columns, prefill_items
 from .launch import I32, INTS, LONGS, Kernel, Target, kernel
 from .prefill_share import BLOCKS_OF_UNIT, KEYS_OF_BLOCK, TOKENS_OF_ITEM
 
 ITEMS = tl.constexpr(2048)
-"""Items whose units are added up in one round."""
+"""Items whose costs are added up in one round."""
 BOUNDS = tl.constexpr(512)
 """Bounds of shares that are looked for at once."""
 SHAPES = ((64, 64), (512, 8))
 """Segments, and items of each, that one round writes: for few segments and for many."""
+COST_OF_UNIT = tl.constexpr(UNIT_COST)
+TOKENS_OF_COST = tl.constexpr(COST_TOKENS)
+COST_OF_START = tl.constexpr(START_COST)
 
 
 @triton.jit
 def _write_items(
-    qo_lens, kv_lens, qo_offset, work_info, batch, capacity, columns, SEGMENTS: tl.constexpr,
+    qo_lens, kv_lens, qo_offset, work_info, costs, batch, capacity, columns, SEGMENTS: tl.constexpr,
     INDICES: tl.constexpr,
 ):  # fmt: skip
-    """Write the words of all items; returns their number."""
+    """Write the words of all items to `work_info` and what each costs to `costs`; returns their number."""
     items = tl.full((), 0, tl.int32)
     first = 0
     while first < batch:
@@ -53,7 +56,12 @@ def _write_items(
             blocks = tl.minimum(tl.maximum(blocks, 1), columns)
             units = (blocks + (BLOCKS_OF_UNIT - 1)) // BLOCKS_OF_UNIT
             word = segment[:, None].to(tl.int64) | (own.to(tl.int64) << 16) | (units << 32)
-            tl.store(work_info + item, word, mask=(own < count[:, None]) & (item < capacity))
+            fits = (own < count[:, None]) & (item < capacity)
+            tl.store(work_info + item, word, mask=fits)
+            tokens_of_item = tokens - own * TOKENS_OF_ITEM
+            unit_cost = COST_OF_UNIT + (tokens_of_item + (TOKENS_OF_COST - 1)) // TOKENS_OF_COST
+            cost = units * unit_cost + tl.where(item > 0, COST_OF_START, 0)
+            tl.store(costs + item, cost, mask=fits)
             index += INDICES
         items = tl.minimum(items + tl.sum(count), capacity)
         first += SEGMENTS
@@ -61,22 +69,22 @@ def _write_items(
 
 
 @triton.jit
-def _add_up(work_info, items, units_up_to):
-    """Write the units up to and with each item to `units_up_to`; returns their total."""
-    total = tl.full((), 0, tl.int32)
+def _add_up(costs, items):
+    """Turn the cost of each item into the cost up to and with it; returns the total."""
+    total = tl.full((), 0, tl.int64)
     first = 0
     while first < items:
         item = first + tl.arange(0, ITEMS)
-        units = (tl.load(work_info + item, mask=item < items, other=0) >> 32).to(tl.int32)
-        tl.store(units_up_to + item, (total + tl.cumsum(units, axis=0)).to(tl.int64), mask=item < items)
-        total += tl.sum(units)
+        cost = tl.load(costs + item, mask=item < items, other=0)
+        tl.store(costs + item, total + tl.cumsum(cost, axis=0), mask=item < items)
+        total += tl.sum(cost)
         first += ITEMS
     return total
 
 
 @triton.jit
-def _write_shares(work_range, workers, units_up_to, items, total):
-    """Share s begins, and share s - 1 ends, at unit s * total // workers."""
+def _write_shares(work_range, workers, work_info, cost_up_to, items, total):
+    """Share s begins, and share s - 1 ends, where the cost before it is s * total // workers, or less."""
     first = 0
     while first <= workers:
         share = first + tl.arange(0, BOUNDS)
@@ -87,13 +95,19 @@ def _write_shares(work_range, workers, units_up_to, items, total):
         step = tl.full((), 1 << 15, tl.int32)
         while step > 0:
             further = item + step
-            up_to = tl.load(units_up_to + further - 1, mask=further <= items, other=0)
+            up_to = tl.load(cost_up_to + further - 1, mask=further <= items, other=0)
             passed = (further <= items) & (up_to <= bound)
             item = tl.where(passed, further, item)
             before = tl.where(passed, up_to, before)
             step = step // 2
+        inside = item < items
+        units = (tl.load(work_info + item, mask=inside, other=1 << 32) >> 32).to(tl.int32)
+        start = tl.where(item > 0, COST_OF_START, 0)
+        cost = (tl.load(cost_up_to + item, mask=inside, other=0) - before).to(tl.int32) - start
+        spent = tl.maximum((bound - before).to(tl.int32) - start, 0)
+        unit = tl.where(inside, spent // tl.maximum(cost // units, 1), 0)
         # A word's low half is where its share begins, its high half where it ends.
-        place = item | ((bound - before).to(tl.int32) << 16)
+        place = item | (unit << 16)
         tl.store(work_range + 2 * share, place, mask=share < workers)
         tl.store(work_range + 2 * share - 1, place, mask=(share > 0) & (share <= workers))
         first += BOUNDS
@@ -113,13 +127,15 @@ def plan_kernel(
     SEGMENTS: tl.constexpr,
     INDICES: tl.constexpr,
 ):
-    items = _write_items(qo_lens, kv_lens, qo_offset, work_info, batch, capacity, columns, SEGMENTS, INDICES)
     # There are two words an item or more (contract, section 7), and those past the items mean nothing.
-    units_up_to = work_info + capacity
+    costs = work_info + capacity
+    items = _write_items(
+        qo_lens, kv_lens, qo_offset, work_info, costs, batch, capacity, columns, SEGMENTS, INDICES
+    )
     tl.debug_barrier()  # what other threads wrote is read from here on
-    total = _add_up(work_info, items, units_up_to)
+    total = _add_up(costs, items)
     tl.debug_barrier()
-    _write_shares(work_range, workers, units_up_to, items, total)
+    _write_shares(work_range, workers, work_info, costs, items, total)
 
 
 def index_score_sharded_plan_device(
