@@ -9,18 +9,25 @@ the tests that ought to notice runs against the copy. A fault that no test notic
 A text that does not occur exactly once means that the code has moved on and the fault must follow it:
 exit code 2. First of all the copy without a fault must pass; `--tested` says that the tests have just done
 so, and leaves that out.
+
+Tests run in forks of this process, which has imported all that takes long and nothing of msa_icp.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from . import (
     bench,
@@ -41,6 +48,8 @@ from .fault import Mutant
 TESTS = Path(__file__).resolve().parents[1]
 SOURCES = TESTS.parent / "src"
 PARALLEL = 2
+TAKE_LONG = ("torch.distributed", "numpy", "hypothesis")
+"""Imports that most tests need."""
 TIMEOUT_S = 40
 """Of one test: a fault may turn a short wait into an endless one. The process then ends there, with exit
 code 1: the other way, an exception raised at whatever instruction runs, hits places that have no line
@@ -124,28 +133,42 @@ MUTANTS = (
 )
 
 
-def run_tests(
-    copy: Path, tests: tuple[str, ...], *, emulated: bool = False, interpreted: bool = False
-) -> subprocess.CompletedProcess[str]:
-    """The tests against the sources in `copy`, up to the first failure."""
-    files = [str(TESTS / word) if word.endswith(".py") else word for word in tests]
-    options = ["-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", "--timeout-method=thread"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(copy),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment["EMULATE_CUDA"] = "1" if emulated else "0"
-    environment["TRITON_INTERPRET"] = "1" if interpreted else "0"
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
-        cwd=TESTS.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@dataclass
+class Run:
+    """Tests that run against a copy of the sources, in a process of their own."""
+
+    folder: Path
+    process: int
+    began: float
+
+    @classmethod
+    def start(
+        cls, folder: Path, tests: tuple[str, ...], *, emulated: bool = False, interpreted: bool = False
+    ) -> Run:
+        """The tests against `folder / "src"`, up to the first failure."""
+        files = [str(TESTS / word) if word.endswith(".py") else word for word in tests]
+        options = ["-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}", "--timeout-method=thread"]
+        sys.stdout.flush()
+        process = os.fork()
+        if process == 0:
+            status = 3
+            try:
+                os.environ["PYTHONPATH"] = str(folder / "src")
+                os.environ["EMULATE_CUDA"] = "1" if emulated else "0"
+                os.environ["TRITON_INTERPRET"] = "1" if interpreted else "0"
+                sys.path.insert(0, str(folder / "src"))
+                output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                status = int(pytest.main([*options, *files]))
+                sys.stdout.flush()
+            finally:
+                os._exit(status)
+        return cls(folder, process, time.monotonic())
+
+    def output(self) -> str:
+        """What the tests have printed."""
+        return (self.folder / "output").read_text(errors="replace")
 
 
 def copy_sources(folder: Path) -> Path:
@@ -165,22 +188,43 @@ def plant(copy: Path, mutant: Mutant) -> str:
     return ""
 
 
-def try_mutant(mutant: Mutant) -> tuple[str, str]:
+def verdict_of(mutant: Mutant, run: Run, status: int) -> tuple[str, str]:
     """What became of a fault: 'killed', 'SURVIVED' or 'STALE', and a line about it."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        copy = copy_sources(Path(folder))
-        stale = plant(copy, mutant)
-        if stale:
-            return "STALE", stale
-        ended = run_tests(copy, mutant.tests, emulated=mutant.emulated, interpreted=mutant.interpreted)
-    failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    seconds = f"{time.monotonic() - began:.1f} s"
-    if ended.returncode == 1:
+    failed = [line for line in run.output().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    seconds = f"{time.monotonic() - run.began:.1f} s"
+    if status == 1:
         return "killed", f"{seconds}  {failed[0].split(' - ')[0] if failed else 'a test took too long'}"
-    if ended.returncode == 0:
+    if status == 0:
         return "SURVIVED", f"{seconds}  {' '.join(mutant.tests)}"
-    return "STALE", f"the tests did not run: {(ended.stdout + ended.stderr)[-500:]}"
+    return "STALE", f"the tests did not run: {run.output()[-500:]}"
+
+
+def verdicts(chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, str, str]]:
+    """Every fault with its verdict and a line about it, PARALLEL at a time, as they come."""
+    waiting = list(reversed(chosen))
+    running: dict[int, tuple[Mutant, Run]] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < PARALLEL:
+                    mutant = waiting.pop()
+                    own = Path(tempfile.mkdtemp(dir=folder))
+                    if stale := plant(copy_sources(own), mutant):
+                        yield mutant, "STALE", stale
+                        continue
+                    run = Run.start(
+                        own, mutant.tests, emulated=mutant.emulated, interpreted=mutant.interpreted
+                    )
+                    running[run.process] = mutant, run
+                if running:
+                    process, status = os.wait()
+                    mutant, run = running.pop(process)
+                    yield mutant, *verdict_of(mutant, run, os.waitstatus_to_exitcode(status))
+                    shutil.rmtree(run.folder)
+        finally:
+            for process in running:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
 
 
 def without_fault(*, tested: bool) -> bool:
@@ -200,32 +244,35 @@ def without_fault(*, tested: bool) -> bool:
         if tested:
             print("tested before")
             return True
-        runs = [
-            run_tests(copy, BASELINE),
-            run_tests(copy, CUDA_BASELINE, emulated=True),
-            run_tests(copy, TRITON_BASELINE, interpreted=True),
-        ]
-    print("; ".join(ended.stdout.strip().splitlines()[-1] for ended in runs))
-    for ended in runs:
-        if ended.returncode != 0:
-            print(ended.stdout[-3000:])
-    return all(ended.returncode == 0 for ended in runs)
+        right = True
+        for tests, emulated, interpreted in (
+            (BASELINE, False, False),
+            (CUDA_BASELINE, True, False),
+            (TRITON_BASELINE, False, True),
+        ):
+            run = Run.start(Path(folder), tests, emulated=emulated, interpreted=interpreted)
+            passed = os.waitpid(run.process, 0)[1] == 0
+            print(run.output()[-3000:] if not passed else run.output().strip().splitlines()[-1], flush=True)
+            (run.folder / "output").unlink()
+            right = right and passed
+    return right
 
 
 def main(words: list[str]) -> int:
     tested = "--tested" in words
     words = [word for word in words if word != "--tested"]
     chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    sys.dont_write_bytecode = True
+    for name in TAKE_LONG:
+        importlib.import_module(name)
     print("Without a fault: ", end="", flush=True)
     if not without_fault(tested=tested):
         return 2
     counts = {"killed": 0, "SURVIVED": 0, "STALE": 0}
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        for number, (mutant, (verdict, line)) in enumerate(
-            zip(chosen, pool.map(try_mutant, chosen), strict=True), 1
-        ):
-            counts[verdict] += 1
-            print(f"[{number:2}/{len(chosen)}] {verdict:8} {mutant.name}: {line}", flush=True)
+    for number, (mutant, verdict, line) in enumerate(verdicts(chosen), 1):
+        counts[verdict] += 1
+        print(f"[{number:2}/{len(chosen)}] {verdict:8} {mutant.name}: {line}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return 2 if counts["STALE"] else int(counts["SURVIVED"] > 0)
 
