@@ -23,7 +23,7 @@ from ..geometry import ITEM_TOKENS, NUM_HEADS, Layouts, ShardLayout, prefill_ite
 from ..prefill_plan import MSAIcpScorePlan
 from .index_score_sharded import plan_arguments
 from .launch import BYTES, I32, I64, INTS, LONGS, Kernel, Target, kernel, target_of
-from .pdl import release_dependents, wait_for_predecessor
+from .pdl import wait_for_predecessor
 from .prefill_merge import SLOT_KEYS, heads_at_once, merge_pieces_kernel, unscored_columns
 from .prefill_merge import variants as merge_variants
 from .prefill_share import (
@@ -163,8 +163,9 @@ def select_pieces_kernel(
     DEPENDENT: tl.constexpr,
 ):
     SCALE: tl.constexpr = PAGE // KEYS_OF_BLOCK
+    # Dependents are released by the programs' ends: while some work, those of the merge would all be placed on
+    # the multiprocessors that have no share or are done with it.
     wait_for_predecessor(DEPENDENT)
-    release_dependents(True, DEPENDENT)
     _fill_loose_rows(
         qo_lens, qo_starts, num_valid_pages, carrier, carrier_head_stride, carrier_row_stride, batch, total_q,
         (columns + SCALE - 1) // SCALE, search_step, force_end, SCALE, index_offset,
