@@ -163,8 +163,8 @@ def select_pieces_kernel(
     DEPENDENT: tl.constexpr,
 ):
     SCALE: tl.constexpr = PAGE // KEYS_OF_BLOCK
-    # Dependents are released by the programs' ends: while some work, those of the merge would all be placed on
-    # the multiprocessors that have no share or are done with it.
+    # The programs' ends release dependents: while some work, those of the merge would all be placed on the
+    # multiprocessors that have no share or are done with it.
     wait_for_predecessor(DEPENDENT)
     _fill_loose_rows(
         qo_lens, qo_starts, num_valid_pages, carrier, carrier_head_stride, carrier_row_stride, batch, total_q,
