@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from facade import Decode, Prefill
@@ -117,3 +119,66 @@ def test_a_storage_that_is_not_the_plans_is_refused(whose, tagged, fullgraph):
         assert not storage.recv.any()
         assert not storage.tagged_recv.any()
         assert not storage.publish_generations.any()
+
+
+def refused(what, function, *arguments):
+    """As a part of a graph: launches that were recorded hold addresses."""
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{what}: runs eagerly and cannot be compiled"):
+        compiled(function)(*arguments)
+
+
+def run_disabled(function, *arguments):
+    """As the error says: in a compiled function, and eagerly."""
+    eager = torch.compiler.disable(function)
+
+    def outer(number):
+        eager(*arguments)
+        return number + 1
+
+    torch._dynamo.reset()
+    assert torch.compile(outer, backend="aot_eager")(torch.zeros(1)) == 1
+
+
+def test_prepared_steps_are_not_traced():
+    ranks = Decode(batch(), "torch", "cpu")
+    steps = ranks.steps(tagged=True)
+    for half in ("publish", "merge"):
+        for step, keys in zip(steps, ranks.keys, strict=True):
+            arguments = (ranks.queries, keys) if half == "publish" else ()
+            call = functools.partial(getattr(step, half), slot=1)
+            refused("prepared step", call, *arguments)
+            run_disabled(call, *arguments)
+    assert torch.equal(ranks.merged(), ranks.truth())
+    refused("prepared step", functools.partial(steps[0].run, slot=1), ranks.queries, ranks.keys[0])
+
+
+def test_layer_graphs_are_not_traced():
+    ranks = Decode(batch(), "torch", "cpu")
+    steps = ranks.steps(tagged=True)
+    graphs = ranks.plans[0].layer_graphs().begin_step(decode=steps[0], decode_tokens=steps[0].tokens)
+    layer = functools.partial(graphs.run, slot=1)
+    refused("layer graph", layer, 0, ranks.queries, ranks.keys[0])
+    steps[1].publish(ranks.queries, ranks.keys[1], slot=1)
+    run_disabled(layer, 0, ranks.queries, ranks.keys[0])
+    steps[1].merge(slot=1)
+    assert torch.equal(ranks.merged(), ranks.truth())
+
+
+def test_prepared_prefill_steps_are_not_traced():
+    ranks = Prefill(window(2, 128), "torch", "cpu")
+    tokens = ranks.case.total_q
+    for rank, (plan, own) in enumerate(zip(ranks.plans, ranks.window_plans(), strict=True)):
+        step = plan.prepare_prefill_step(
+            [(0, tokens, ranks.table, own)],
+            ranks.scratch,
+            ranks.num_valid,
+            ranks.carriers[rank],
+            ranks.received[rank],
+            ranks.outputs[rank],
+        )
+        refused("prepared step", step.local, ranks.queries, ranks.keys[rank])
+        refused("prepared step", step.merge)
+        run_disabled(step.local, ranks.queries, ranks.keys[rank])
+    msa_icp.exchange_prefill(ranks.carriers, ranks.received)
+    run_disabled(step.merge)
+    assert torch.equal(ranks.outputs[-1], ranks.truth()[:, -ranks.outputs[-1].shape[1] :])

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 P = ParamSpec("P")
 
@@ -104,6 +105,15 @@ def recording() -> Iterator[list[Launch]]:
         yield recorder.launches
     finally:
         recorder.launches = before
+
+
+def refuse_tracing(what: str) -> None:
+    """RuntimeError where `torch.compile` traces: what was recorded has addresses, which no graph may keep."""
+    if is_dynamo_compiling():
+        raise RuntimeError(
+            f"{what}: runs eagerly and cannot be compiled; wrap it in torch.compiler.disable, "
+            "or call the methods of the facade's plan"
+        )
 
 
 def launch(launches: Sequence[Launch]) -> None:

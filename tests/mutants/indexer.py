@@ -23,6 +23,11 @@ MUTANTS = (
         ("test_indexer.py", "-k", "causal_prefixes"),
     ),
     Mutant(
+        "a layer graph lets itself be traced",
+        (("indexer/graphs.py", '        refuse_tracing("layer graph")\n', ""),),
+        ("test_indexer_compiled.py", "-k", "layer_graphs_are_not_traced"),
+    ),
+    Mutant(
         "windows planned in one place are taken",
         ((STEPS, "if plans[first] is not plan:", "if False:"),),
         ("test_indexer_steps.py", "-k", "planned_in_one_place"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import checks
 from ..geometry import SLOT_SETS
-from ..launches import Launch, identity, launch
+from ..launches import Launch, identity, launch, refuse_tracing
 from .graph_query import QueryWords, can_be_moved
 from .steps import ALIGNED, MSAIcpDecodeStep, MSAIcpPrefillStep
 
@@ -238,6 +238,7 @@ class MSAIcpGraphStep:
             ValueError: as the prepared steps do; nothing has been launched.
             RuntimeError: as the prepared steps do with `debug`, before a replay, too.
         """
+        refuse_tracing("layer graph")
         cache = self._cache
         entry, state = self._state(layer, index_q, index_k, slot)
         cache.use(entry)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..geometry import LEGACY_WORDS, NUM_HEADS, SLOT_SETS, TOP_K
-from ..launches import Launch, launch
+from ..launches import Launch, launch, refuse_tracing
 from ..prefill_plan import MSAIcpScorePlan
 from . import chains
 from .comm import CheckedComm
@@ -144,6 +144,7 @@ class MSAIcpDecodeStep:
         Raises:
             ValueError: no layer has been published in this slot set.
         """
+        refuse_tracing("prepared step")
         if checks.integer("slot", slot, 0, SLOT_SETS - 1) not in self._by_slot:
             checks.refuse("slot", f"one that was published, of {sorted(self._by_slot)}", slot)
         self.check_storage()
@@ -166,6 +167,7 @@ class MSAIcpDecodeStep:
         return list(self._bound(index_q, index_k, slot))
 
     def _bound(self, index_q: Tensor, index_k: Tensor, slot: int) -> list[Launch]:
+        refuse_tracing("prepared step")
         launches = self._by_slot.get(checks.integer("slot", slot, 0, SLOT_SETS - 1))
         self.check_storage()
         self._layers.check(index_q, index_k)
@@ -299,6 +301,7 @@ class MSAIcpPrefillStep:
         return list(self._bound_merge())
 
     def _bound_local(self, index_q: Tensor, index_k: Tensor) -> list[Launch]:
+        refuse_tracing("prepared step")
         self._layers.check(index_q, index_k)
         if self._local is None:
             try:
@@ -315,6 +318,7 @@ class MSAIcpPrefillStep:
         return self._local
 
     def _bound_merge(self) -> list[Launch]:
+        refuse_tracing("prepared step")
         if self._merge is None:
             self._merge = self._call_merge()
         if self._debug:
