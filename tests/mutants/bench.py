@@ -16,7 +16,7 @@ MUTANTS = (
     ),
     Mutant(
         "a worker's units are counted from its item's first",
-        (("bench/prefill.py", "before[place & 0xFFFF] + (place >> 16 & 0xFFFF)", "before[place & 0xFFFF]"),),
+        (("bench/prefill.py", "own += up_to - first", "own += up_to"),),
         WINDOW_TESTS,
     ),
     Mutant(
