@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, field, replace
 
@@ -222,13 +223,19 @@ def test_19_every_multiprocessor_has_its_share(shapes):
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_pieces_have_numbers_of_their_own(window):
-    """Slot `item + worker` of the fused form's pool: distinct, and as many as the pool has."""
-    items = items_of(*WINDOWS[window])
+    """Slot `item + worker` of the fused form's pool: distinct, and all within the pool."""
+    qo, kv, first = WINDOWS[window]
+    items, total_q = items_of(qo, kv, first), max(1, sum(qo))
     for workers in (1, 7, H200_MULTIPROCESSORS):
-        pieces = [(i, s) for s, share in enumerate(shares_of(items, workers)) for i in {i for i, _ in share}]
-        slots = [i + s for i, s in sorted(set(pieces))]
+        work_range, _ = plan_words(
+            int32(*qo), int32(*kv), int32(*first), total_q=total_q, max_seq_len=max(1, *kv), workers=workers
+        )
+        shares = [walk(items, *unpack_range(word)) for word in work_range.tolist()]
+        slots = [i + s for s, share in enumerate(shares) for i in {i for i, _ in share}]
         assert len(slots) == len(set(slots))
-        assert all(slot < len(items) + workers - 1 for slot in slots)
+        slot_bytes = 64 * 4 * 16 * 8
+        pool = geometry.prefill_pool_bytes(total_q, len(qo), workers, 4)
+        assert all((slot + 1) * slot_bytes <= pool for slot in slots)
 
 
 # ---------------------------------------------------------------- the device's plan
@@ -542,8 +549,15 @@ def test_the_ends_of_the_limits_on_the_device(backend, device):
     work_range, work_info = device_plan(window_case(window), backend, device, 132)
     last = unpack_info(int(work_info[32767]))
     assert last == Item(0, 32767, 16384)
-    expected = plan_words(
-        *(int32(*values) for values in window), total_q=64 * 32768, max_seq_len=65535 * 128, workers=132
-    )
-    assert torch.equal(work_range, expected[0])
-    assert torch.equal(work_info[:32768], expected[1])
+    first_units, costs = [], 0  # where each item's first unit begins, in plain integers of any size
+    for index in range(32768):
+        blocks = 65535 * 128 - 64 * 32768 + 64 * (index + 1)
+        units = math.ceil(math.ceil(blocks / 128) / 4)
+        assert unpack_info(int(work_info[index])) == Item(0, index, units)
+        first_units.append(costs + (8 if index else 0))
+        costs = first_units[-1] + 8 * units
+    for share in range(132):
+        bound = share * costs // 132
+        item = bisect.bisect_right([at - (8 if i else 0) for i, at in enumerate(first_units)], bound) - 1
+        unit = max(0, bound - first_units[item]) // 8
+        assert unpack_range(int(work_range[share]))[0] == (item, unit)

@@ -9,6 +9,7 @@ import torch
 
 import msa_icp
 from msa_icp.cases import bits
+from msa_icp.geometry import prefill_pool_bytes
 from msa_icp.prefill_cases import prefill_case
 from msa_icp.verify.prefill import plan_on_device, run_fused, run_scores, run_select
 
@@ -25,7 +26,11 @@ WINDOWS = {
     # Parts that have a slice of the units beside parts that have a slice of the tokens, and more columns in
     # one list than it keeps.
     "parts of both kinds": {"qo_lens": (34, 3), "kv_lens": (3000, 1100), "page_size": 128},
+    # Four shares, of which two or more end where an item begins that they have nothing of.
+    "whole items": {"qo_lens": (1, 1, 1, 1), "kv_lens": (300,) * 4, "page_size": 128},
 }
+WORKERS = {"whole items": 4}
+"""On a CPU, beside one; else 23."""
 
 
 def results(case, device, workers=1, max_query_len=None):
@@ -54,10 +59,28 @@ def test_any_number_of_workers(device, name):
     selects = "torch" if device == "cpu" else "triton"
     two_steps = run_select(case, 3, scores, selects, case.num_valid_pages(), compact=compact)
     assert torch.equal(carrier, two_steps)
-    for workers in (23,) if device == "cpu" else (1,):
+    for workers in (WORKERS.get(name, 23),) if device == "cpu" else (1,):
         again = results(case, device, workers)
         assert torch.equal(bits(again[0]), bits(scores)), workers
         assert torch.equal(again[1], carrier), workers
+
+
+def test_more_workers_than_the_merge_can_number(device):
+    """Refused before anything is launched: their lists would be taken for one another's."""
+    case = prefill_case("", 4, 128, qo_lens=(2,), kv_lens=(300,))
+    plan = plan_on_device(case, "triton", device)
+    shares = torch.zeros(2049, dtype=torch.int64, device=device)
+    pool = torch.empty(prefill_pool_bytes(2, 1, 2049, 4), dtype=torch.uint8, device=device)
+    error = r"^plan\.packed_work_range\.shape\[0\]: must be at most 2048 workers .*, was 2049$"
+    with pytest.raises(ValueError, match=error):
+        run_fused(
+            case,
+            replace(plan, packed_work_range=shares),
+            0,
+            "triton",
+            case.num_valid_pages(),
+            pool=pool,
+        )
 
 
 def test_the_bound_of_the_query_lengths_changes_no_bit(device):

@@ -6,8 +6,9 @@ what its packed words mean, and how tensor code computes them.
 An *item* is up to 64 consecutive query tokens of one segment, all four heads. Items are ordered by
 segment, then token, and cut into *units* of 4 B128 blocks: as many as hold the blocks that the item's last
 token sees, and at least one, because an item that sees nothing is visited all the same. The units of all
-items, in order, are dealt to the workers in contiguous shares of equal cost, but for one unit: a worker is a
-multiprocessor, or a thread of a CPU. What one worker does of one item is a *piece*.
+items, in order, are dealt to the workers in contiguous shares of equal cost, but for less than a unit and a
+start at either end: a worker is a multiprocessor, or a thread of a CPU. What one worker does of one item is a
+*piece*.
 
 A unit of an item with `t` tokens costs `4 + ceil(t / 16)`, and every item but the first costs 8 before its
 first unit, because a worker that goes on to it starts again: queries and pages to look up, keys to wait for.
@@ -163,7 +164,8 @@ def plan_words(
     units = torch.where(live, ceil_div(blocks, UNIT_BLOCKS), 0)
     info = torch.where(live, segment | index << 16 | units << 32, 0)
 
-    unit_cost = cost_of_unit(tokens_up_to - index * ITEM_TOKENS)
+    tokens = (tokens_up_to - index * ITEM_TOKENS).clamp(min=1)  # no item has fewer; words past them may
+    unit_cost = cost_of_unit(tokens)
     start_cost = torch.where(live & (item > 0), START_COST, 0)
     cost_up_to = (start_cost + units * unit_cost).cumsum(0)
     first_unit_at = cost_up_to - units * unit_cost

@@ -150,6 +150,23 @@ MUTANTS = (
         interpreted=True,
     ),
     Mutant(
+        "a share that ends where an item begins has a list of it",
+        (("triton_backend/prefill_merge.py", "& (end_unit > 0)", "& (end_unit >= 0)"),),
+        ("test_triton_prefill.py", "-k", "any_number and whole"),
+        interpreted=True,
+    ),
+    Mutant(
+        "the Triton plan looks through costs that others still add up",
+        (
+            (
+                "triton_backend/index_score_sharded_plan_device.py",
+                "    tl.debug_barrier()\n    _write_shares",
+                "    _write_shares",
+            ),
+        ),
+        COMPILED_TESTS,
+    ),
+    Mutant(
         "the Triton plan's unit costs the same for any number of tokens",
         (
             (

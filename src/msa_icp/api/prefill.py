@@ -189,7 +189,8 @@ def msa_icp_index_score_sharded_plan_device(
         max_seq_len: at least the keys of the longest segment, at least 1; gives the score columns.
         packed_work_range: `int64`, contiguous, exactly `work_range_numel` words of
             `msa_icp_index_score_plan_storage`; written.
-        packed_work_info: `int64`, contiguous, at least `work_info_numel` words; written, one word an item.
+        packed_work_info: `int64`, contiguous, at least `work_info_numel` words: one an item is written, and
+                words past those may be.
         workspace: `uint8`, contiguous, at least `workspace_bytes`; not needed.
         backend: section 12.
 

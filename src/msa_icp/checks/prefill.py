@@ -344,11 +344,11 @@ def prefill_fused(
     device = planned.qo_segment_lens.device
     valid_pages_of(num_valid_pages, planned.total_q, device)
     space = tensor("pool", pool, torch.uint8, ("bytes",), device=device, contiguous=True, aligned=16)
-    need = prefill_pool_bytes(
-        planned.total_q, planned.batch, planned.packed_work_range.shape[0], planned.num_qo_heads
-    )
+    workers = planned.packed_work_range.shape[0]
+    need = prefill_pool_bytes(planned.total_q, planned.batch, workers, planned.num_qo_heads)
     if space.shape[0] % 8 or space.shape[0] < need:
-        refuse("pool.shape[0]", f"a multiple of 8 of at least {need} bytes for the plan", space.shape[0])
+        must = f"a multiple of 8 of at least {need} bytes for the plan and its {workers} workers"
+        refuse("pool.shape[0]", must, space.shape[0])
     _carrier(carrier, planned.total_q, device)
     forced_blocks("force_begin_blocks", force_begin_blocks, "force_end_blocks", force_end_blocks)
     flag("enable_pdl", enable_pdl)

@@ -22,8 +22,8 @@ from .topk_select_prefill import store_carrier_rows
 
 SLOT_KEYS = tl.constexpr(TOP_K * ITEM_TOKENS * NUM_HEADS)
 """int64 keys of a piece's slot in the pool: `[16][rows of an item]`."""
-LIST_NUMBERS = tl.constexpr(2048)
-"""Lists of an item are fewer: multiprocessors of a card, times parts."""
+LIST_NUMBERS = tl.constexpr(8192)
+"""More lists than an item may have, and more than it has on any device: a multiprocessor has four at most."""
 LISTS = tl.constexpr(2)
 """Lists of 16 keys that are merged at once."""
 FIRST_KEYS = tl.constexpr(32)

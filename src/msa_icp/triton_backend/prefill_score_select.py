@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..checks import refuse
 from ..geometry import ITEM_TOKENS, NUM_HEADS, Layouts, ShardLayout, prefill_items, shard_columns
 from ..prefill_plan import MSAIcpScorePlan
 from .index_score_sharded import plan_arguments
 from .launch import BYTES, I32, I64, INTS, LONGS, Kernel, Target, kernel, target_of
 from .pdl import wait_for_predecessor
-from .prefill_merge import SLOT_KEYS, heads_at_once, merge_pieces_kernel, unscored_columns
+from .prefill_merge import LIST_NUMBERS, SLOT_KEYS, heads_at_once, merge_pieces_kernel, unscored_columns
 from .prefill_merge import variants as merge_variants
 from .prefill_share import (
     HEADS,
@@ -204,12 +205,19 @@ def prefill_score_select(
     force_end_blocks: int,
     enable_pdl: bool,
 ) -> None:
-    """Write every row of `carrier`: two launches."""
+    """Write every row of `carrier`: two launches.
+
+    Raises:
+        ValueError: the plan has more workers than the merge can tell lists of.
+    """
     target = target_of(q.device)
     rows = query_rows(plan.max_query_len)
+    workers = plan.packed_work_range.shape[0]
+    if workers * parts(rows) > LIST_NUMBERS.value:
+        most = LIST_NUMBERS.value // parts(rows)
+        refuse("plan.packed_work_range.shape[0]", f"at most {most} workers for backend='triton'", workers)
     tensors, sizes = plan_arguments(q, k, block_table, plan)
     dependent = enable_pdl and target.dependent_launch
-    workers = plan.packed_work_range.shape[0]
     items = prefill_items(plan.total_q, plan.batch)
     slots = pool.shape[0] // (8 * SLOT_KEYS.value)
     keys = pool.view(torch.int64)
