@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -455,6 +456,38 @@ def nobody_resets_with_it(rank: int, world_size: int, folder: Path) -> dict[str,
     else:
         time.sleep(1.5)
     return {"seconds": time.monotonic() - began, "error": error, "told": told}
+
+
+def a_rank_is_gone_at_the_reset(rank: int, world_size: int, folder: Path, dead: int) -> dict[str, Any]:
+    """A rank is killed some time before the others reset with a limit."""
+    storage = create()
+    dist.barrier()
+    if rank == dead:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.3)
+    began = time.monotonic()
+    try:
+        storage.reset(timeout=1.0)
+    except RuntimeError as caught:
+        return {"seconds": time.monotonic() - began, "error": str(caught)}
+    return {}
+
+
+def interrupted(rank: int, world_size: int, folder: Path, what: str) -> float:
+    """Seconds until Ctrl-C, half a second into it, has ended rank 0's wait for a rank that does not come."""
+    storage = create()
+    dist.barrier()
+    if rank != 0:
+        time.sleep(3)
+        return 0.0
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
+        if what == "create":
+            create()
+        else:
+            storage.reset(None if what == "reset" else 20)
+    return time.monotonic() - began
 
 
 def a_broken_device(rank: int, world_size: int, folder: Path, timeout: float | None) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from facade import Prefill
 from loading import ROOT, example
 
+import msa_icp
 from msa_icp import indexer, reference
 from msa_icp.indexer import MSAIcpDecodeStep, MSAIcpPrefillStep
+from msa_icp.prefill_cases import prefill_case
 
 DEVICES = [
     "cpu",
@@ -51,6 +54,32 @@ def test_the_serving_loop_notices_a_wrong_block(kind, monkeypatch):
     monkeypatch.setattr(kind, "merge", wrong)
     with pytest.raises(AssertionError, match=r"^position 2[0-9]{3}: expected "):
         example("serving_loop").main(["--device", "cpu", "--layers", "2", "--steps", "1"])
+
+
+def test_the_prefill_of_the_integration_page():
+    """Its code, over a window of several segments on two ranks, selects as one rank would."""
+    _, code = (ROOT / "docs" / "integration.md").read_text().split("One window of prompts in code.")
+    names: dict = {}
+    exec(code.split("```python\n")[1].split("```")[0], names)
+    case = prefill_case(
+        "", 2, 256, qo_lens=(70, 3, 1), kv_lens=(70, 900, 2000), init_blocks=1, local_blocks=2
+    )
+    ranks = Prefill(case, "torch", "cpu")
+    segments = list(zip(case.qo_lens.tolist(), case.kv_lens.tolist(), case.qo_offset.tolist(), strict=True))
+    steps = [
+        names["begin_prefill"](
+            plan, segments, ranks.table, ranks.num_valid, ranks.scratch, carrier, received, output
+        )
+        for plan, carrier, received, output in zip(
+            ranks.plans, ranks.carriers, ranks.received, ranks.outputs, strict=True
+        )
+    ]
+    for step, keys in zip(steps, ranks.keys, strict=True):
+        step.local(ranks.queries, keys)
+    msa_icp.exchange_prefill(ranks.carriers, ranks.received)
+    for step in steps:
+        step.merge()
+    assert torch.equal(ranks.merged(), ranks.truth())
 
 
 def test_the_first_program_selects_as_one_rank_would(capsys):

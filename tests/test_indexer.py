@@ -316,8 +316,49 @@ def test_the_tagged_rows_lie_behind_the_others():
 
 
 def test_a_storage_of_another_capacity_is_refused():
+    storage = msa_icp.ReceiveStorage.in_process(2, capacity=13)[0]
+    with pytest.raises(ValueError, match=r"^comm\.capacity: must be max_decode_tokens .*, 12, was 13$"):
+        plan_of().check_comm(storage)
     with pytest.raises(ValueError, match=r"comm\.recv: must be of shape \[3, 2, 2, 12, 33\]"):
-        plan_of().check_comm(msa_icp.ReceiveStorage.in_process(2, capacity=13)[0])
+        plan_of().check_comm(comm_of(storage))
+
+
+def test_a_closed_storage_is_called_closed():
+    ranks = Decode(batch(), "torch", "cpu")
+    arguments = ranks.arguments(0, tagged=True, slot=0)
+    ranks.group[0].close()
+    call = (ranks.queries, ranks.keys[0], *ranks.buffers(0))
+    for refused in (
+        lambda: ranks.plans[0].check_comm(ranks.group[0]),
+        lambda: ranks.plans[0].decode(*call, **arguments),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^comm: must be a receive storage that is open, was a closed one$"
+        ):
+            refused()
+
+
+@pytest.mark.parametrize("half", ["decode", "decode_publish"])
+def test_nothing_is_published_for_an_output_that_cannot_be_merged(half):
+    ranks = Decode(batch(), "torch", "cpu")
+    *buffers, output = ranks.buffers(0)
+    arguments = ranks.arguments(0, tagged=True, slot=0)
+    for wrong in (output.to(torch.int64), output[:, :, :8], output.expand(2, *output.shape)):
+        with pytest.raises(ValueError, match=r"^output: must be "):
+            getattr(ranks.plans[0], half)(ranks.queries, ranks.keys[0], *buffers, wrong, **arguments)
+    assert not ranks.group[0].publish_generations.any()
+    assert not any(storage.tagged_recv.any() for storage in ranks.group)
+
+
+def test_a_query_elsewhere_is_named():
+    ranks = Decode(batch(), "torch", "cpu")
+    call = (ranks.queries.to("meta"), ranks.keys[0], *ranks.buffers(0))
+    with pytest.raises(ValueError, match=r"^index_q: must be on cpu, as the indexer is, was on meta$"):
+        ranks.plans[0].decode(*call, **ranks.arguments(0, tagged=True, slot=0))
+
+
+def test_no_device_is_the_default_one():
+    assert plan_of(device=None).device == msa_icp.prefill_plan.default_device()
 
 
 def test_the_storage_of_another_rank_is_refused():

@@ -112,7 +112,7 @@ def test_a_storage_that_is_not_the_plans_is_refused(whose, tagged, fullgraph):
         ranks.plans[0].decode_publish(queries, ranks.keys[0], *ranks.buffers(0), **arguments)
 
     torch._dynamo.reset()
-    field = "recv: must be of shape" if whose == "smaller" else "rank: must be 0"
+    field = "capacity: must be" if whose == "smaller" else "rank: must be 0"
     with pytest.raises(Exception, match=rf"comm\.{field}"):
         torch.compile(layer, fullgraph=fullgraph, backend="aot_eager")(ranks.queries)
     for storage in (*group, *ranks.group):

@@ -259,6 +259,20 @@ def test_close_lets_go_of_the_memory():
     assert all(ref() is None for ref in itertools.chain(words, memory))
 
 
+def test_a_closed_storage_has_no_rows_and_no_verdict():
+    storage = msa_icp.ReceiveStorage.in_process(2, capacity=2)[0]
+    valid, output = torch.ones(1, dtype=torch.int32), torch.zeros((1, 2, 16), dtype=torch.int32)
+    limits = {"slot": 0, "init_blocks": 0, "local_blocks": 0, "spin_limit": 1, "enable_pdl": False}
+    assert not storage.closed
+    storage.close()
+    assert storage.closed
+    with pytest.raises(RuntimeError, match="check: the receive storage is closed"):
+        storage.check()
+    for tagged, name in ((False, "recv"), (True, "tagged_recv")):
+        with pytest.raises(ValueError, match=rf"^comm\.{name}: must be the 3 slot sets .* open, was \[0\]$"):
+            msa_icp.merge_received(storage, valid, output, tagged=tagged, **limits)
+
+
 def test_a_closed_storage_is_refused_by_publish_and_merge():
     group = ReceiveStorage.in_process(2, capacity=3)
     storage = group[0]

@@ -134,10 +134,29 @@ def test_a_rank_that_fails_and_lives(place, how, tagged, tmp_path):
 
 @places
 def test_a_reset_ends_within_its_own_limit(place, tmp_path):
-    results = run_ranks(rank_processes.nobody_resets_with_it, 2, tmp_path, place=place)
-    assert results[0]["seconds"] < 1.4, results
-    assert re.search(r"cannot be reached.*Ranks? 1\b", results[0]["error"]), results
+    results = run_ranks(rank_processes.nobody_resets_with_it, 4, tmp_path, place=place)
+    assert "rank 1 of the group cannot be reached" in results[0]["error"], results
     assert results[0]["told"]
+    for rank in (0, 2, 3):  # the others end with gloo's connections
+        assert results[rank]["seconds"] < 1.4, results
+        assert "cannot be reached" in results[rank]["error"]
+
+
+@pytest.mark.parametrize("what", ["create", "reset", "reset with a limit"])
+def test_an_interrupt_ends_the_wait_for_a_rank(what, tmp_path):
+    assert 0.4 < run_ranks(rank_processes.interrupted, 2, tmp_path, what)[0] < 2
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_reset_without_a_killed_rank_ends_at_once_and_names_it(dead, tmp_path):
+    """On all that live: no rank waits for the group's timeout, and none blames another that lives."""
+    results = run_ranks(rank_processes.a_rank_is_gone_at_the_reset, 4, tmp_path, dead)
+    for rank, found in enumerate(results):
+        if rank != dead:
+            assert found["seconds"] < 1, results
+            assert re.search(rf"rank {dead}( of the group)? cannot be reached", found["error"]), results
+            assert "make a group without the ranks that are gone" in found["error"]
+    assert results[dead] is None
 
 
 @places

@@ -6,14 +6,17 @@ exchange carries a report, so what goes wrong on one rank ends the attempt on al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from . import checks
+from .interruptible import wait_for
 
 Exchange = Callable[[Any], list[Any]]
 """Everybody's objects, in order of rank, for one's own."""
@@ -52,26 +55,79 @@ class GroupExchange:
 
     def __call__(self, mine: Any) -> list[Any]:
         everybody: list[Any] = [None] * self.world_size
-        with _reaching_all():
-            dist.all_gather_object(everybody, mine, group=self.group)
+        try:
+            wait_for(lambda: dist.all_gather_object(everybody, mine, group=self.group))
+        except RuntimeError as error:
+            raise NoAgreementError(
+                f"receive storage: a rank of the group cannot be reached{_REMEDY}"
+            ) from error
         return everybody
 
     def wait_for_all(self, timeout: float) -> None:
-        """Until every rank is here, at most `timeout` seconds (gloo).
+        """Until every rank is here: rank 0 waits at most `timeout` seconds, the others for what it says.
 
-        Raises NoAgreementError, which names the ranks that did not come.
+        For gloo. Raises NoAgreementError, which names the ranks that did not come: on all that live, as soon
+        as rank 0 knows; without rank 0 after twice `timeout`, as it may come late and then wait as long.
         """
-        group: Any = self.group  # not through `dist`, which refuses a group of gloo and another backend
-        with _reaching_all():
-            group.monitored_barrier(timedelta(seconds=timeout), True)
+        wait_for(lambda: self._ask_all(timeout) if self.rank == 0 else self._ask_first(timeout))
+
+    def _ask_all(self, timeout: float) -> None:
+        failed: dict[int, RuntimeError] = {}
+
+        def attempt(rank: int, call: Callable[..., object], *arguments: Any) -> None:
+            try:
+                call(rank, *arguments)
+            except RuntimeError as error:  # its connection is closed, or the time is over
+                failed[rank] = error
+
+        # All at once: gloo closes every connection of the group with the first wait that is too long.
+        listening = [
+            threading.Thread(target=attempt, args=(rank, self._recv, timeout), daemon=True)
+            for rank in range(1, self.world_size)
+        ]
+        for one in listening:
+            one.start()
+        for one in listening:
+            one.join()
+        missing = sorted(failed)
+        mask = sum(1 << rank for rank in missing)
+        for rank in range(1, self.world_size):
+            if rank not in missing:
+                attempt(rank, self._send, mask, timeout)
+        if failed:  # or has died since
+            raise _missing(missing or sorted(failed)) from failed[min(failed)]
+
+    def _ask_first(self, timeout: float) -> None:
+        try:
+            self._send(0, 0, timeout)  # that it is here
+            mask = self._recv(0, 2 * timeout)
+        except RuntimeError as error:
+            who = "receive storage: rank 0 cannot be reached, or has given up as somebody did not come"
+            raise NoAgreementError(who + _REMEDY) from error
+        if mask:
+            raise _missing([rank for rank in range(self.world_size) if mask >> rank & 1])
+
+    # Not through `dist`: its functions take no limit of their own.
+
+    def _send(self, rank: int, word: int, timeout: float) -> None:
+        group: Any = self.group
+        group.send([torch.tensor([word])], rank, _TAG).wait(timedelta(seconds=timeout))
+
+    def _recv(self, rank: int, timeout: float) -> int:
+        group: Any = self.group
+        word = torch.zeros(1, dtype=torch.int64)
+        group.recv([word], rank, _TAG).wait(timedelta(seconds=timeout))
+        return int(word)
 
 
-@contextmanager
-def _reaching_all() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise NoAgreementError(f"receive storage: a rank of the group cannot be reached: {error}") from error
+_TAG = 0x6D736169
+"""Of the messages of a roll call, which no other of the group's has."""
+_REMEDY = "; make a group without the ranks that are gone and create the storage anew"
+
+
+def _missing(ranks: Sequence[int]) -> NoAgreementError:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return NoAgreementError(f"receive storage: {who} of the group cannot be reached{_REMEDY}")
 
 
 def gather(exchange: Exchange, mine: Any, trouble: str | None = None) -> list[Any]:

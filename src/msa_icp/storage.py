@@ -274,6 +274,7 @@ class ReceiveStorage:
                 launched = [done for _, done in self._in_flight.values() if done is not None]
             for done in launched:
                 done.synchronize()
+        self._refuse_closed("check")
         count, slot, mask, token = self.errors.tolist()
         if count:
             ranks = tuple(r for r in range(self.world_size) if mask >> r & 1)
@@ -286,12 +287,13 @@ class ReceiveStorage:
         process on the device, which a failed step ends within one spin limit.
 
         Args:
-            timeout: seconds that rank 0 waits for the others, 0.001 at least, the same on every rank (gloo).
-                None: the group's own timeout, which also holds for the others where rank 0 is missing.
+            timeout: seconds that rank 0 waits for the others, 0.001 at least, the same on every rank (gloo);
+                where rank 0 is missing the others end after twice that. None: the group's own timeout.
 
         Raises:
             ValueError: `timeout` is no such number; nothing has been done, and the others wait.
-            RuntimeError: a rank is gone, or did not come in time; with `timeout` the message names it. Or a
+            RuntimeError: a rank is gone, or did not come in time. With `timeout` the message names it; but
+                gloo closes all connections when a wait was too long, and then only rank 0's does. Or a
                 rank's device has failed: that one raises what it says, the others with its message. Make a
                 group without that rank and create the storage anew.
         """
@@ -323,8 +325,13 @@ class ReceiveStorage:
             self._clear()
             _finish(self.device)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has let go of the memory."""
+        return self.recv_address == 0
+
     def _refuse_closed(self, what: str) -> None:
-        if not self._peers:
+        if self.closed:
             raise RuntimeError(f"{what}: the receive storage is closed")
 
     def _clear(self) -> None:

@@ -99,6 +99,28 @@ MUTANTS = (
         ("test_storage.py",),
     ),
     Mutant(
+        "rank 0 keeps to itself who is gone",
+        (
+            (
+                "agreement.py",
+                "attempt(rank, self._send, mask, timeout)",
+                "attempt(rank, self._send, 0, timeout)",
+            ),
+        ),
+        ("test_storage_processes.py", "-k", "names_it and 2"),
+    ),
+    Mutant(
+        "a signal waits until the group has met",
+        (
+            (
+                "agreement.py",
+                "wait_for(lambda: dist.all_gather_object(everybody, mine, group=self.group))",
+                "dist.all_gather_object(everybody, mine, group=self.group)",
+            ),
+        ),
+        ("test_storage_processes.py", "-k", "interrupt and create"),
+    ),
+    Mutant(
         "a rank that has given up is answered",
         (("agreement.py", "    except NoAgreementError:\n        raise\n", ""),),
         ("test_symmetric_memory.py", "-k", "not_answered"),

@@ -23,6 +23,11 @@ MUTANTS = (
         ("test_indexer.py", "-k", "causal_prefixes"),
     ),
     Mutant(
+        "a publish does not look at the output of its merge",
+        (("indexer/chains.py", "    if without_merge:  # which", "    if False:  # which"),),
+        ("test_indexer.py", "-k", "cannot_be_merged"),
+    ),
+    Mutant(
         "a layer graph lets itself be traced",
         (("indexer/graphs.py", '        refuse_tracing("layer graph")\n', ""),),
         ("test_indexer_compiled.py", "-k", "layer_graphs_are_not_traced"),

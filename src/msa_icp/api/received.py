@@ -100,6 +100,11 @@ def merge_slot_set(
 ) -> None:
     """`msa_icp_merge_candidates` on one slot set of rows and counters of all of them."""
     own = checks.integer("slot", slot, 0, geometry.SLOT_SETS - 1)
+    if not rows.dim() or rows.shape[0] != geometry.SLOT_SETS:
+        must_be = f"the {geometry.SLOT_SETS} slot sets of a receive storage that is open"
+        checks.refuse(
+            "comm.recv" if expected_generations is None else "comm.tagged_recv", must_be, list(rows.shape)
+        )
     merge_rows(
         rows[own],
         num_valid_pages,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import api, checks
-from ..geometry import BLOCK, HEAD_DIM, LEGACY_WORDS, SLOT_SETS
+from ..geometry import BLOCK, HEAD_DIM, LEGACY_WORDS, SLOT_SETS, TOP_K
 from ..launches import Launch, recording
 from ..prefill_plan import MSAIcpScorePlan
 from .comm import Comm
@@ -84,6 +84,11 @@ def decode(
 ) -> None:
     """The calls of `MSAIcpIndexerPlan.decode`, or of a half of it."""
     slot = _checked_slot(plan, slot, tagged, decode_query_len)
+    if without_merge:  # which would find what is wrong with it when the rows are out
+        shape = ("tokens", plan.heads_per_rank, TOP_K)
+        checks.separate_rows(
+            "output", checks.tensor("output", output, torch.int32, shape, device=plan.device)
+        )
     if not without_publish:
         _publish(
             plan,

@@ -59,8 +59,14 @@ def comm_fields(comm: Any, limits: Limits, device: torch.device) -> list[Tensor]
     """The tensors of a `comm`, checked but for where they lie, which a traced function cannot know."""
     layout = limits.comm_layout
     ranks = (limits.world_size,)
-    if isinstance(comm, ReceiveStorage) and comm.rank != limits.rank:  # another object's may mean anything
-        checks.refuse("comm.rank", f"{limits.rank}, the rank of the indexer", comm.rank)
+    if isinstance(comm, ReceiveStorage):  # another object's may mean anything
+        if comm.closed:
+            checks.refuse("comm", "a receive storage that is open", "a closed one")
+        if comm.rank != limits.rank:
+            checks.refuse("comm.rank", f"{limits.rank}, the rank of the indexer", comm.rank)
+        if comm.capacity != limits.max_decode_tokens:
+            must_be = f"max_decode_tokens of the indexer, {limits.max_decode_tokens}"
+            checks.refuse("comm.capacity", must_be, comm.capacity)
     rules: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
         "recv": (torch.int32, layout["legacy_shape"]),
         "tagged_recv": (torch.int64, layout["tagged_shape"]),

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from .. import api, checks, dispatch
 from ..geometry import LEGACY_WORDS, NUM_HEADS
 from ..launches import Launch, launch
-from ..prefill_plan import MSAIcpScorePlan
+from ..prefill_plan import MSAIcpScorePlan, default_device
 from . import chains, rules
 from .comm import CheckedComm, Comm, comm_fields
 from .graphs import MSAIcpLayerGraphs
@@ -64,7 +64,7 @@ class MSAIcpIndexerPlan:
         max_num_seqs: int,
         max_model_len: int,
         num_sparse_layers: int,
-        device: torch.device | str,
+        device: torch.device | str | None,
         backend: str = "cake",
         spin_limit: int = 1 << 26,
     ) -> None:
@@ -83,7 +83,7 @@ class MSAIcpIndexerPlan:
             max_model_len=max_model_len,
             num_sparse_layers=num_sparse_layers,
         )
-        where = self.device = checks.plan_device("device", device)
+        where = self.device = checks.plan_device("device", default_device() if device is None else device)
         if dispatch.resolve(backend, where) is dispatch.package("torch") and where.type != "cpu":
             checks.refuse("backend", f"one that publishes and merges on {where}", repr(backend))
         self.backend = backend
@@ -323,12 +323,16 @@ class MSAIcpIndexerPlan:
     def record_decode(self, *tensors: Any, comm: Comm, **arguments: Any) -> list[Launch]:
         """What `decode`, or a half of it, launches: checked, and not launched yet."""
         self.checked(comm)
-        self._check_tokens(tensors[0])
+        self._check_query(tensors[0])
         return chains.recorded(chains.decode, chains.DECODE_NAMES, self, *tensors, comm=comm, **arguments)
 
-    def _check_tokens(self, index_q: Any) -> None:
-        """The functions would name the scores' rows, or the pool, which this limit has made too few."""
-        if isinstance(index_q, Tensor) and index_q.dim() and index_q.shape[0] > self.max_decode_tokens:
+    def _check_query(self, index_q: Any) -> None:
+        """The functions would name what is not where it is, or the rows that this limit has made too few."""
+        if not isinstance(index_q, Tensor):
+            return
+        if index_q.device != self.device:
+            checks.refuse("index_q", f"on {self.device}, as the indexer is", f"on {index_q.device}")
+        if index_q.dim() and index_q.shape[0] > self.max_decode_tokens:
             must_be = f"at most max_decode_tokens = {self.max_decode_tokens} tokens"
             checks.refuse("index_q.shape[0]", must_be, index_q.shape[0])
 

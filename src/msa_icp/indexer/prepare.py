@@ -21,7 +21,7 @@ def prepare_msa_icp_indexer(
     max_num_seqs: int,
     max_model_len: int,
     num_sparse_layers: int,
-    device: torch.device | str,
+    device: torch.device | str | None,
     backend: str = "cake",
     spin_limit: int = 1 << 26,
 ) -> MSAIcpIndexerPlan:
@@ -38,7 +38,7 @@ def prepare_msa_icp_indexer(
         max_num_seqs: most segments of a prefill window.
         max_model_len: keys of the longest context.
         num_sparse_layers: sparse layers of a step; tagged rows need two.
-        device: any that a backend serves; "cuda" is the current one.
+        device: any that a backend serves; "cuda" and None are the current one, None without a GPU the CPU.
         backend: "cake" or "auto" for the best of the device, or a backend's name (section 12); the same on
             every rank.
         spin_limit: polls that a wait for a peer takes at most (ours), `0 < spin_limit < 2**31`.

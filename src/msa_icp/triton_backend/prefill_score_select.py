@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import refuse
 from ..geometry import ITEM_TOKENS, NUM_HEADS, Layouts, ShardLayout, prefill_items, shard_columns
 from ..prefill_plan import MSAIcpScorePlan
 from .index_score_sharded import plan_arguments
@@ -215,7 +214,8 @@ def prefill_score_select(
     workers = plan.packed_work_range.shape[0]
     if workers * parts(rows) > LIST_NUMBERS.value:
         most = LIST_NUMBERS.value // parts(rows)
-        refuse("plan.packed_work_range.shape[0]", f"at most {most} workers for backend='triton'", workers)
+        name = "plan.packed_work_range.shape[0]"
+        raise ValueError(f"{name}: must be at most {most} workers for backend='triton', was {workers}")
     tensors, sizes = plan_arguments(q, k, block_table, plan)
     dependent = enable_pdl and target.dependent_launch
     items = prefill_items(plan.total_q, plan.batch)
