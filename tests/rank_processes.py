@@ -486,7 +486,7 @@ def interrupted(rank: int, world_size: int, folder: Path, what: str) -> float:
         if what == "create":
             create()
         else:
-            storage.reset(None if what == "reset" else 20)
+            storage.reset(None if what == "reset" else 5)
     return time.monotonic() - began
 
 

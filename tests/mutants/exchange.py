@@ -114,11 +114,11 @@ MUTANTS = (
         (
             (
                 "agreement.py",
-                "wait_for(lambda: dist.all_gather_object(everybody, mine, group=self.group))",
-                "dist.all_gather_object(everybody, mine, group=self.group)",
+                "wait_for(lambda: self._ask_all(timeout) if self.rank == 0 else self._ask_first(timeout))",
+                "self._ask_all(timeout) if self.rank == 0 else self._ask_first(timeout)",
             ),
         ),
-        ("test_storage_processes.py", "-k", "interrupt and create"),
+        ("test_storage_processes.py", "-k", "interrupt and limit"),
     ),
     Mutant(
         "a rank that has given up is answered",
