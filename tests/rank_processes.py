@@ -474,10 +474,10 @@ def a_rank_is_gone_at_the_reset(rank: int, world_size: int, folder: Path, dead: 
 
 
 def interrupted(rank: int, world_size: int, folder: Path, what: str) -> float:
-    """Seconds until Ctrl-C, half a second into it, has ended rank 0's wait for a rank that does not come."""
+    """Seconds until Ctrl-C, half a second into it, has ended rank 1's wait for rank 0, which stays away."""
     storage = create()
     dist.barrier()
-    if rank != 0:
+    if rank == 0:
         time.sleep(3)
         return 0.0
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -486,7 +486,7 @@ def interrupted(rank: int, world_size: int, folder: Path, what: str) -> float:
         if what == "create":
             create()
         else:
-            storage.reset(None if what == "reset" else 5)
+            storage.reset(None if what == "reset" else 2)
     return time.monotonic() - began
 
 
