@@ -307,3 +307,12 @@ def test_the_with_statement_closes_after_an_error_too():
         raise KeyError
     assert group[0].recv.numel() == 0
     assert group[1].recv_bases.numel() == 0
+
+
+def test_a_storage_that_does_not_fit_is_told_by_its_capacity(monkeypatch):
+    def no_memory(*size, **options):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch, "zeros", no_memory)
+    with pytest.raises(RuntimeError, match=r"^capacity=7: 2 storages of \d+ bytes each on cpu: no memory"):
+        ReceiveStorage.in_process(2, capacity=7)

@@ -151,6 +151,8 @@ class ReceiveStorage:
         exchange = GroupExchange(group)
         with agreement(exchange):
             where = _shared_device(device)
+            if exchange.world_size not in geometry.WORLD_SIZES:
+                checks.refuse("group", "one of 2 or 4 ranks", f"one of {exchange.world_size}")
             world, heads, rows = _sizes(exchange.world_size, heads_per_rank, capacity)
             asked = gather(exchange, (where.type, rows))
             for name, mine in (("device", where.type), ("capacity", rows)):
@@ -186,15 +188,20 @@ class ReceiveStorage:
     ) -> LocalGroup:
         """The storages of `world_size` ranks that live in this process (tests, simulation).
 
-        Args and errors as for `create`, and `device` may be a CUDA one: the ranks are then virtual ranks of
-        one card. In one thread or on one stream, let every rank publish before the first merges.
+        Args and errors as for `create`, and RuntimeError where there is no memory for them; `device` may be a
+        CUDA one: the ranks are then virtual ranks of one card. In one thread or on one stream, let every rank
+        publish before the first merges.
         """
         world, heads, rows = _sizes(world_size, heads_per_rank, capacity)
         where = checks.device("device", device)
         if where.type != "cpu" and not (where.type == "cuda" and torch.cuda.is_available()):
             checks.refuse("device", "cpu, or cuda where PyTorch finds a GPU", device)
         count = geometry.comm_layout(world, heads, rows)["storage_words"]
-        words = [torch.zeros(count, dtype=torch.int32, device=where) for _ in range(world)]
+        try:
+            words = [torch.zeros(count, dtype=torch.int32, device=where) for _ in range(world)]
+        except RuntimeError as error:  # out of memory, in as many wordings as there are devices
+            what = f"capacity={rows}: {world} storages of {count * 4} bytes each on {where}"
+            raise RuntimeError(f"{what}: no memory; take a smaller capacity") from error
         group = LocalGroup(
             ReceiveStorage(
                 rank=rank,
@@ -268,6 +275,11 @@ class ReceiveStorage:
 
         Reads the error words on the host. On CUDA it waits for the current stream's work and for what has
         been launched within `slot_set`, on whichever stream.
+
+        Raises:
+            IcpTimeoutError: with the slot set, the ranks that were missing, how many rows failed and the
+                token of the first.
+            RuntimeError: the storage is closed.
         """
         if self.device.type == "cuda":
             with self._lock:
@@ -368,7 +380,11 @@ class LocalGroup(tuple[ReceiveStorage, ...]):
     """The storages of the ranks of one process, in order of rank; a context manager."""
 
     def reset(self) -> None:
-        """Clear all rows, counters and errors of all ranks, with no exchange under way."""
+        """Clear all rows, counters and errors of all ranks, with no exchange under way.
+
+        Raises:
+            RuntimeError: a storage is closed; nothing has been cleared.
+        """
         for storage in self:
             storage._refuse_closed("reset")
         for storage in self:

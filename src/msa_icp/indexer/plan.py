@@ -486,6 +486,10 @@ class MSAIcpIndexerPlan:
         Args: as for `decode`. The tensors are kept, and every layer reads what they hold then; `output` is
             the same for every layer, so take what it holds before the next one.
             debug: compare every layer's launches with those of a call of `decode`.
+
+        Raises:
+            ValueError: `output` is no such tensor, or `debug` no bool. The first layer raises whatever else
+                `decode` would.
         """
         return MSAIcpDecodeStep(
             self,

@@ -376,7 +376,8 @@ def _checked_windows(windows: Any, tokens: int) -> list[tuple[int, int, Tensor, 
     before = 0
     for place, window in enumerate(found):
         if not isinstance(window, tuple) or len(window) != 4:
-            checks.refuse(f"windows[{place}]", "(start, end, block_table, plan)", type(window))
+            was = f"{len(window)} items" if isinstance(window, tuple) else type(window)
+            checks.refuse(f"windows[{place}]", "a tuple of four: (start, end, block_table, plan)", was)
         start, end, _, _ = window
         checks.integer(f"windows[{place}] start", start, before, tokens - 1)
         before = checks.integer(f"windows[{place}] end", end, start + 1, tokens)
