@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import HEADS
+from rank_processes import wait_for_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -161,7 +162,7 @@ def a_rank_does_not_come(rank: int, world_size: int, folder: Path) -> dict[str, 
     one_exchange(rank, world_size, 4, 0, True, group)
     began = time.monotonic()
     if rank == 1:
-        wait_for_file(folder / "gave-up")
+        wait_for_file(folder / "gave-up", 60)
         return {"error": "", "seconds": 0}
     _, carrier, received = buffers(world_size, 4, True)
     try:
@@ -178,7 +179,7 @@ def an_interrupt(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT_TIMEOUT_S))
     one_exchange(rank, world_size, 4, 0, True, group)
     if rank == 1:
-        wait_for_file(folder / "interrupted")
+        wait_for_file(folder / "interrupted", 60)
         return {}
     handled: list[int] = []
     signal.signal(signal.SIGUSR1, lambda *_: handled.append(os.getpid()))
@@ -194,12 +195,6 @@ def an_interrupt(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     seconds = time.monotonic() - began
     (folder / "interrupted").touch()
     return {"raised": raised, "seconds": seconds, "handled": len(handled)}
-
-
-def wait_for_file(path: Path) -> None:
-    began = time.monotonic()
-    while not path.exists() and time.monotonic() - began < 60:
-        time.sleep(0.02)
 
 
 def refusal(carrier: Any, received: Any, group: Any = None) -> str:

@@ -141,11 +141,16 @@ def _body(scenario, rank: int, world_size: int, folder: Path, arguments, place: 
     except BaseException:
         _write(folder / f"error-{rank}", traceback.format_exc())
     # A rank that leaves looks dead to one that has not come as far, even to one that still joins the group.
-    until = time.monotonic() + HANGS_AFTER_S
-    while not (folder / "leave").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_for_file(folder / "leave")
     # Not through the teardown of a group that has lost a rank.
     os._exit(0)
+
+
+def wait_for_file(path: Path, seconds: float = HANGS_AFTER_S) -> None:
+    """Until it is there, or so long."""
+    until = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def _write(path: Path, text: str) -> None:
@@ -402,9 +407,7 @@ def again(folder: Path, rank: int, world_size: int, tagged: bool) -> int:
 
 def in_its_place(folder: Path, dead: int, world_size: int, tagged: bool) -> int:
     """A spare process comes when the first of the living does: joining has a limit, too."""
-    until = time.monotonic() + HANGS_AFTER_S
-    while not (folder / "again").exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_for_file(folder / "again")
     return again(folder, dead, world_size, tagged)
 
 

@@ -58,9 +58,7 @@ class GroupExchange:
         try:
             wait_for(lambda: dist.all_gather_object(everybody, mine, group=self.group))
         except RuntimeError as error:
-            raise NoAgreementError(
-                f"receive storage: a rank of the group cannot be reached{_REMEDY}"
-            ) from error
+            raise _given_up("a rank of the group cannot be reached") from error
         return everybody
 
     def wait_for_all(self, timeout: float) -> None:
@@ -102,8 +100,8 @@ class GroupExchange:
             self._send(0, 0, timeout)  # that it is here
             mask = self._recv(0, 2 * timeout)
         except RuntimeError as error:
-            who = "receive storage: rank 0 cannot be reached, or has given up as somebody did not come"
-            raise NoAgreementError(who + _REMEDY) from error
+            why = "rank 0 cannot be reached, or has given up as somebody did not come"
+            raise _given_up(why) from error
         if mask:
             raise _missing([rank for rank in range(self.world_size) if mask >> rank & 1])
 
@@ -122,12 +120,16 @@ class GroupExchange:
 
 _TAG = 0x6D736169
 """Of the messages of a roll call, which no other of the group's has."""
-_REMEDY = "; make a group without the ranks that are gone and create the storage anew"
+
+
+def _given_up(why: str) -> NoAgreementError:
+    remedy = "make a group without the ranks that are gone and create the storage anew"
+    return NoAgreementError(f"receive storage: {why}; {remedy}")
 
 
 def _missing(ranks: Sequence[int]) -> NoAgreementError:
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return NoAgreementError(f"receive storage: {who} of the group cannot be reached{_REMEDY}")
+    return _given_up(f"{who} of the group cannot be reached")
 
 
 def gather(exchange: Exchange, mine: Any, trouble: str | None = None) -> list[Any]:

@@ -49,11 +49,11 @@ ITEM_TOKENS = 64
 UNIT_BLOCKS = 4
 """B128 blocks in one unit of a prefill item: where a share of a plan may begin and end."""
 UNIT_COST = 4
-"""What a unit costs, whatever looks at it, in eighths of one that 64 tokens look at; and one more for ..."""
+"""What a unit costs before its tokens are counted, in eighths of what one costs that 64 tokens look at."""
 COST_TOKENS = 16
-"""... as many tokens of the item, or fewer."""
+"""Tokens of an item, or fewer, for which each of its units costs one eighth more."""
 START_COST = 8
-"""What it costs a share to go on to another item."""
+"""What it costs a share to go on to another item, in the same eighths."""
 MAX_SEGMENTS = 65536
 """Segments of a prefill window."""
 MAX_ITEMS = 65535

@@ -167,8 +167,9 @@ def plan_words(
     tokens = (tokens_up_to - index * ITEM_TOKENS).clamp(min=1)  # no item has fewer; words past them may
     unit_cost = cost_of_unit(tokens)
     start_cost = torch.where(live & (item > 0), START_COST, 0)
-    cost_up_to = (start_cost + units * unit_cost).cumsum(0)
-    first_unit_at = cost_up_to - units * unit_cost
+    cost = units * unit_cost
+    cost_up_to = (start_cost + cost).cumsum(0)
+    first_unit_at = cost_up_to - cost
     share = torch.arange(workers + 1, device=device)
     bounds = share * cost_up_to[-1] // workers
     bound_item = torch.minimum(torch.searchsorted(cost_up_to, bounds, right=True), items)

@@ -281,12 +281,12 @@ class ReceiveStorage:
                 token of the first.
             RuntimeError: the storage is closed.
         """
+        self._refuse_closed("check")
         if self.device.type == "cuda":
             with self._lock:
                 launched = [done for _, done in self._in_flight.values() if done is not None]
             for done in launched:
                 done.synchronize()
-        self._refuse_closed("check")
         count, slot, mask, token = self.errors.tolist()
         if count:
             ranks = tuple(r for r in range(self.world_size) if mask >> r & 1)

@@ -264,6 +264,7 @@ def main(words: list[str]) -> int:
     chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
     os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
+    os.chdir(TESTS.parent)  # where the tests run otherwise
     for name in TAKE_LONG:
         importlib.import_module(name)
     print("Without a fault: ", end="", flush=True)

@@ -190,7 +190,7 @@ def msa_icp_index_score_sharded_plan_device(
         packed_work_range: `int64`, contiguous, exactly `work_range_numel` words of
             `msa_icp_index_score_plan_storage`; written.
         packed_work_info: `int64`, contiguous, at least `work_info_numel` words: one an item is written, and
-                words past those may be.
+            words past those may be.
         workspace: `uint8`, contiguous, at least `workspace_bytes`; not needed.
         backend: section 12.
 

@@ -85,10 +85,7 @@ def decode(
     """The calls of `MSAIcpIndexerPlan.decode`, or of a half of it."""
     slot = _checked_slot(plan, slot, tagged, decode_query_len)
     if without_merge:  # which would find what is wrong with it when the rows are out
-        shape = ("tokens", plan.heads_per_rank, TOP_K)
-        checks.separate_rows(
-            "output", checks.tensor("output", output, torch.int32, shape, device=plan.device)
-        )
+        check_output(plan, output)
     if not without_publish:
         _publish(
             plan,
@@ -115,6 +112,12 @@ def decode(
             enable_pdl=enable_pdl,
             backend=plan.backend,
         )
+
+
+def check_output(plan: MSAIcpIndexerPlan, output: Any) -> None:
+    """What the merge of decode writes, before anything is published for it."""
+    shape = ("T", plan.heads_per_rank, TOP_K)
+    checks.separate_rows("output", checks.tensor("output", output, torch.int32, shape, device=plan.device))
 
 
 def _checked_slot(plan: MSAIcpIndexerPlan, slot: int, tagged: bool, decode_query_len: int) -> int:

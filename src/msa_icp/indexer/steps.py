@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..geometry import LEGACY_WORDS, NUM_HEADS, SLOT_SETS, TOP_K
+from ..geometry import LEGACY_WORDS, NUM_HEADS, SLOT_SETS
 from ..launches import Launch, launch, refuse_tracing
 from ..prefill_plan import MSAIcpScorePlan
 from . import chains
@@ -94,8 +94,7 @@ class MSAIcpDecodeStep:
     ) -> None:
         """`buffers` and `arguments` of `MSAIcpIndexerPlan.decode`, without what differs between layers."""
         self.indexer = indexer
-        shape = ("T", indexer.heads_per_rank, TOP_K)
-        checks.tensor("output", buffers[4], torch.int32, shape, device=indexer.device)
+        chains.check_output(indexer, buffers[4])
         checks.flag("debug", debug)
         self._buffers = buffers
         self._arguments = arguments
