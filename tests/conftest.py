@@ -3,7 +3,7 @@
 A test that takes `backend` and `device` runs once for every backend and device of this machine. With
 the mark `exchange` it runs where publish and merge do, with the mark `prefill` where the backend has
 the prefill ops, with the mark `large` it leaves out interpreted kernels. With EMULATE_CUDA=1 the CUDA
-backend serves CPU tensors, emulated.
+backend serves CPU tensors, emulated. With TRITON_INTERPRET=1 interpreted matrix products are exact.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import cuda_emulation
+import exact_interpreter
 import hypothesis
 import pytest
 import torch
@@ -22,6 +23,9 @@ EMULATED = None
 if cuda_emulation.REQUESTED:
     cuda_emulation.install()
     EMULATED = ("cuda", "cpu")  # where the emulator is missing the tests are skipped, with the reason
+
+if exact_interpreter.REQUESTED:
+    exact_interpreter.install()
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SLOW = [

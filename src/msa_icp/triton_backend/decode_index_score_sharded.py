@@ -123,6 +123,7 @@ def _score_tile(
     E4M3: tl.constexpr,
     DEPENDENT: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
+    IN_LOOP: tl.constexpr,
 ):
     index_q, index_k, score_out = tensors
     pages, page_pitch, columns, first_column, query_len, first_key, token_stride, head_stride = sizes
@@ -131,6 +132,9 @@ def _score_tile(
     TILE_PAGES: tl.constexpr = TILE // ROWS
     PART: tl.constexpr = ROWS // INTERLEAVE
     row = tl.arange(0, INTERLEAVE)[:, None] * PART + tl.arange(0, PART)[None, :]
+    if IN_LOOP and E4M3 != "integer":  # so that what follows from it takes no registers from tile to tile
+        move: tl.constexpr = "mov.b32 $0, $1;"
+        row = tl.inline_asm_elementwise(move, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
     column = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
     page_begin = (first_column + column) * PAGE
     readable = (page >= 0) & (page < pages) & (page_begin < seq_len)
@@ -203,7 +207,7 @@ def _score_early(
     if tile < tiles:
         _score_tile(
             tensors, sizes, request, seq_len, tile, history, True, page, PAGE, ROWS, KEY_STEP, GROUPS, GROUP,
-            TILE, INTERLEAVE, E4M3, DEPENDENT, True,
+            TILE, INTERLEAVE, E4M3, DEPENDENT, True, False,
         )  # fmt: skip
     wait_for_predecessor(DEPENDENT)
 
@@ -249,14 +253,11 @@ def _score(
             return
         tile = place // requests
         request = place - tile * requests
-    elif ONE_TILE:
-        place = 0
-        tile = tl.program_id(0)
-        request = tl.program_id(1)
-    else:  # requests alternate, so that the programs of long ones, which run longest, are not all at the end
+    else:
         place = 0
         request = tl.program_id(0)
         tile = tl.program_id(1)
+    # Requests alternate: the programs of long ones, which run longest, are not all at the end.
     tensors = index_q, index_k, score_out
     sizes = pages, page_pitch, columns, first_column, query_len, first_key, token_stride, head_stride
     table_row = block_table + request * table_stride + first_column
@@ -281,7 +282,7 @@ def _score(
             if tile < tiles:
                 _score_tile(
                     tensors, sizes, request, seq_len, tile, 0, True, page, PAGE, ROWS, KEY_STEP, GROUPS,
-                    GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT, False,
+                    GROUP, TILE, INTERLEAVE, E4M3, DEPENDENT, False, False,
                 )  # fmt: skip
     else:
         wait_for_predecessor(DEPENDENT)
@@ -290,7 +291,7 @@ def _score(
             last = tile + tl.num_programs(1) >= tiles
             _score_tile(
                 tensors, sizes, request, seq_len, tile, 0, last, page, PAGE, ROWS, KEY_STEP, GROUPS, GROUP,
-                TILE, INTERLEAVE, E4M3, DEPENDENT, False,
+                TILE, INTERLEAVE, E4M3, DEPENDENT, False, True,
             )  # fmt: skip
             tile += tl.num_programs(1)
 
@@ -373,8 +374,8 @@ def plan(
     """How a batch is cut. Looks at sizes alone, never at a length."""
     tiles = int(ceil_div(columns * layout.rows, _tile_rows(layout)))
     programs = min(tiles, max(1, schedule.most_programs(requests, tiles) // requests))
-    one_tile = programs == tiles and requests <= schedule.programs  # few enough for the grid's second axis
-    grid: tuple[int, ...] = (tiles, requests) if one_tile else (requests, programs)
+    one_tile = programs == tiles
+    grid: tuple[int, ...] = (requests, programs)
     dependent = enable_pdl and target.dependent_launch
     residents = schedule.residents(target, wide=_groups(query_len, target) > 1)
     early, gaps = NONE, 0
