@@ -132,7 +132,8 @@ def _score_tile(
     TILE_PAGES: tl.constexpr = TILE // ROWS
     PART: tl.constexpr = ROWS // INTERLEAVE
     row = tl.arange(0, INTERLEAVE)[:, None] * PART + tl.arange(0, PART)[None, :]
-    if IN_LOOP and E4M3 != "integer":  # so that what follows from it takes no registers from tile to tile
+    # So that what follows from it takes no registers from tile to tile, where few are to be had.
+    if IN_LOOP and GROUPS == 1 and E4M3 != "integer":
         move: tl.constexpr = "mov.b32 $0, $1;"
         row = tl.inline_asm_elementwise(move, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
     column = tile * TILE_PAGES + tl.arange(0, TILE_PAGES)
@@ -253,11 +254,14 @@ def _score(
             return
         tile = place // requests
         request = place - tile * requests
-    else:
+    elif ONE_TILE and GROUPS > 1:  # many queries: programs side by side share those of a request
+        place = 0
+        tile = tl.program_id(0)
+        request = tl.program_id(1)
+    else:  # requests alternate, so that the programs of long ones, which run longest, are not all at the end
         place = 0
         request = tl.program_id(0)
         tile = tl.program_id(1)
-    # Requests alternate: the programs of long ones, which run longest, are not all at the end.
     tensors = index_q, index_k, score_out
     sizes = pages, page_pitch, columns, first_column, query_len, first_key, token_stride, head_stride
     table_row = block_table + request * table_stride + first_column
@@ -374,10 +378,11 @@ def plan(
     """How a batch is cut. Looks at sizes alone, never at a length."""
     tiles = int(ceil_div(columns * layout.rows, _tile_rows(layout)))
     programs = min(tiles, max(1, schedule.most_programs(requests, tiles) // requests))
-    one_tile = programs == tiles
-    grid: tuple[int, ...] = (requests, programs)
+    wide = _groups(query_len, target) > 1
+    one_tile = programs == tiles and not (wide and requests > schedule.programs)  # too many for a second axis
+    grid: tuple[int, ...] = (tiles, requests) if wide and one_tile else (requests, programs)
     dependent = enable_pdl and target.dependent_launch
-    residents = schedule.residents(target, wide=_groups(query_len, target) > 1)
+    residents = schedule.residents(target, wide)
     early, gaps = NONE, 0
     if dependent and one_tile and tiles * requests <= residents:
         early = ALL
