@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-REQUESTED = os.environ.get("TRITON_INTERPRET") == "1"
+REQUESTED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def install() -> None:

@@ -66,7 +66,7 @@ def test_a_grid_fits_its_axes():
     """A device takes 65535 programs on every axis but the first."""
     target = scorer.Target.of_capability("cuda", 90, 132)
     for requests in (1, 64, 8192, 16384, 16385, 100_003):
-        for columns, query_len, enable_pdl in ((4, 1, True), (4, 1, False), (8192, 8, True)):
+        for columns, query_len, enable_pdl in ((4, 1, True), (4, 1, False), (4, 8, False), (8192, 8, True)):
             layout = scorer.ShardLayout(4, 0, 128)
             work = scorer.plan(scorer.SCHEDULE, layout, query_len, target, columns, requests, enable_pdl)
             assert all(extent <= 65535 for extent in work.grid[1:]), (requests, columns, work.grid)

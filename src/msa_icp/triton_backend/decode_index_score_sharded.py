@@ -54,7 +54,8 @@ class Schedule:
     """Programs a multiprocessor that only wait, every other of those that start first, in launches of more
     than one wave. They leave their places to programs that read while those beside them multiply."""
     gaps_below: int = 8192
-    """Launches of as many tiles, or more, have none, and start a request's tiles one after the other."""
+    """Launches of as many tiles, or more, have none. With many queries they start a request's tiles one after
+    the other."""
 
     def most_programs(self, requests: int, tiles: int) -> int:
         """Of a launch of requests of so many tiles each."""
@@ -132,7 +133,8 @@ def _score_tile(
     TILE_PAGES: tl.constexpr = TILE // ROWS
     PART: tl.constexpr = ROWS // INTERLEAVE
     row = tl.arange(0, INTERLEAVE)[:, None] * PART + tl.arange(0, PART)[None, :]
-    # So that what follows from it takes no registers from tile to tile, where few are to be had.
+    # An opaque copy: what is computed from the row numbers is made anew for every tile of a loop, instead of
+    # staying in registers, of which this kernel has 64 a thread.
     if IN_LOOP and GROUPS == 1 and E4M3 != "integer":
         move: tl.constexpr = "mov.b32 $0, $1;"
         row = tl.inline_asm_elementwise(move, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
@@ -379,7 +381,8 @@ def plan(
     tiles = int(ceil_div(columns * layout.rows, _tile_rows(layout)))
     programs = min(tiles, max(1, schedule.most_programs(requests, tiles) // requests))
     wide = _groups(query_len, target) > 1
-    one_tile = programs == tiles and not (wide and requests > schedule.programs)  # too many for a second axis
+    # With many queries the requests are the second axis, which takes 65535 programs.
+    one_tile = programs == tiles and not (wide and requests > 65535)
     grid: tuple[int, ...] = (tiles, requests) if wide and one_tile else (requests, programs)
     dependent = enable_pdl and target.dependent_launch
     residents = schedule.residents(target, wide)

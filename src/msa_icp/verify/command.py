@@ -23,7 +23,7 @@ QUICK_LAYOUT = (4, 128)
 QUICK_TOKENS = 8
 SLOW = (
     "interpreted on a CPU, hundreds of times slower than on a GPU: 20 to 30 minutes on two cores. "
-    "Shorter: --quick (3 minutes), --only decode (6 minutes)."
+    "Shorter: --quick (3 to 6 minutes), --only decode (6 minutes)."
 )
 
 
