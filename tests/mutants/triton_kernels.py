@@ -10,6 +10,7 @@ PUBLISH = "triton_backend/topk_select_publish.py"
 FUSED_WINDOW = "triton_backend/prefill_score_select.py"
 
 COMPILED_TESTS = ("test_triton_compile.py", "-k", "compiles_for and 90")
+AXES_TESTS = ("test_triton_schedule.py", "-k", "axes")
 EARLY_TESTS = ("test_triton_interpreted.py", "-k", "early")
 POLLS_TESTS = ("test_triton_interpreted.py", "-k", "polls")
 ROUNDS_TESTS = ("test_decode_score_publish.py", "-k", "triton-cpu and rounds")
@@ -51,6 +52,12 @@ MUTANTS = (
         "a Triton kernel forgets the best of earlier rounds",
         (("triton_backend/decode_score_publish.py", "if first_column > 0:", "if first_column < 0:"),),
         ROUNDS_TESTS,
+        interpreted=True,
+    ),
+    Mutant(
+        "a Triton scorer's grid with more requests than an axis takes",
+        ((SCORER, " and not (wide and requests > 65535)", ""),),
+        AXES_TESTS,
         interpreted=True,
     ),
     Mutant(
