@@ -3,7 +3,8 @@
 A test that takes `backend` and `device` runs once for every backend and device of this machine. With
 the mark `exchange` it runs where publish and merge do, with the mark `prefill` where the backend has
 the prefill ops, with the mark `large` it leaves out interpreted kernels. With EMULATE_CUDA=1 the CUDA
-backend serves CPU tensors, emulated. With TRITON_INTERPRET=1 interpreted matrix products are exact.
+backend serves CPU tensors, emulated. With TRITON_INTERPRET=1 the Triton backend does, interpreted, with
+exact matrix products.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if cuda_emulation.REQUESTED:
     cuda_emulation.install()
     EMULATED = ("cuda", "cpu")  # where the emulator is missing the tests are skipped, with the reason
 
-if exact_interpreter.REQUESTED:
+if msa_icp.backends("cpu")["triton"] is None:  # it serves a CPU in its interpreter alone
     exact_interpreter.install()
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import rank_processes
+import storage_ranks
 import torch
 import torch.distributed as dist
 from rank_processes import NUM_VALID, TOKENS, create, here, run_layers, step_scores, truth
@@ -160,7 +161,7 @@ def killed_in_flight(
 ) -> dict[str, Any]:
     """A rank is killed while its kernels run or wait to run, in the middle of whatever layer that is."""
     if rank == world_size:
-        return {"again": rank_processes.in_its_place(folder, dead, world_size, tagged)}
+        return {"again": storage_ranks.in_its_place(folder, dead, world_size, tagged)}
     storage = create()
     layers = Layers(storage, here.backend, tagged=tagged, spin_limit=here.long)
     _one_with_the_host(layers)
@@ -187,7 +188,7 @@ def killed_in_flight(
     found["usable"] = int(torch.arange(5, device=here.device).sum())
     storage.close()
     dist.destroy_process_group()
-    found["again"] = rank_processes.again(folder, rank, world_size, tagged)
+    found["again"] = storage_ranks.again(folder, rank, world_size, tagged)
     return found
 
 

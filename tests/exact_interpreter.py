@@ -10,12 +10,9 @@ pages and tiles.
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 import numpy as np
-
-REQUESTED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def install() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import rank_processes
+import storage_ranks
 import torch
 from rank_processes import CPU, PLACES, run_ranks
 
@@ -38,7 +39,7 @@ def _nothing_is_left():
 @places
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_both_forms_and_a_reset(place, world_size, tmp_path):
-    results = run_ranks(rank_processes.everything_works, world_size, tmp_path, place=place)
+    results = run_ranks(storage_ranks.everything_works, world_size, tmp_path, place=place)
     for rank, found in enumerate(results):
         assert found == {
             "fields": [rank, world_size, 4 // world_size, 2],
@@ -57,7 +58,7 @@ def test_both_forms_and_a_reset(place, world_size, tmp_path):
 
 @places
 def test_two_groups_of_two(place, tmp_path):
-    results = run_ranks(rank_processes.groups_of_two, 4, tmp_path, place=place)
+    results = run_ranks(storage_ranks.groups_of_two, 4, tmp_path, place=place)
     assert sorted(found["ranks"] for found in results) == [[0, 0, 2], [0, 0, 2], [1, 1, 2], [1, 1, 2]]
     assert [found["wrong"] for found in results] == [0] * 4
 
@@ -82,7 +83,7 @@ def test_two_groups_of_two(place, tmp_path):
 )
 def test_a_killed_rank_is_named_within_one_limit(place, world_size, dead, when, tagged, go_on, tmp_path):
     results = run_ranks(
-        rank_processes.a_rank_dies,
+        storage_ranks.a_rank_dies,
         world_size,
         tmp_path,
         dead,
@@ -121,7 +122,7 @@ def test_a_killed_rank_is_named_within_one_limit(place, world_size, dead, when, 
     [("raises", False), ("raises", True), ("behind", False), ("behind", True), ("generation", True)],
 )
 def test_a_rank_that_fails_and_lives(place, how, tagged, tmp_path):
-    results = run_ranks(rank_processes.a_rank_fails_and_lives, 4, tmp_path, tagged, how, place=place)
+    results = run_ranks(storage_ranks.a_rank_fails_and_lives, 4, tmp_path, tagged, how, place=place)
     assert [found["wrong"] for found in results] == [0] * 4
     failed = [0, [1], rank_processes.TOKENS]
     assert [found["error"] for found in results] == [
@@ -134,7 +135,7 @@ def test_a_rank_that_fails_and_lives(place, how, tagged, tmp_path):
 
 @places
 def test_a_reset_ends_within_its_own_limit(place, tmp_path):
-    results = run_ranks(rank_processes.nobody_resets_with_it, 4, tmp_path, place=place)
+    results = run_ranks(storage_ranks.nobody_resets_with_it, 4, tmp_path, place=place)
     assert "rank 1 of the group cannot be reached" in results[0]["error"], results
     assert results[0]["told"]
     for rank in (0, 2, 3):  # the others end with gloo's connections
@@ -144,13 +145,13 @@ def test_a_reset_ends_within_its_own_limit(place, tmp_path):
 
 @pytest.mark.parametrize("what", ["create", "reset", "reset with a limit"])
 def test_an_interrupt_ends_the_wait_for_a_rank(what, tmp_path):
-    assert 0.4 < run_ranks(rank_processes.interrupted, 2, tmp_path, what)[1] < 2
+    assert 0.4 < run_ranks(storage_ranks.interrupted, 2, tmp_path, what)[1] < 2
 
 
 @pytest.mark.parametrize("dead", [0, 2])
 def test_a_reset_without_a_killed_rank_ends_at_once_and_names_it(dead, tmp_path):
     """On all that live: no rank waits for the group's timeout, and none blames another that lives."""
-    results = run_ranks(rank_processes.a_rank_is_gone_at_the_reset, 4, tmp_path, dead)
+    results = run_ranks(storage_ranks.a_rank_is_gone_at_the_reset, 4, tmp_path, dead)
     for rank, found in enumerate(results):
         if rank != dead:
             assert found["seconds"] < 1, results
@@ -163,7 +164,7 @@ def test_a_reset_without_a_killed_rank_ends_at_once_and_names_it(dead, tmp_path)
 @pytest.mark.parametrize("timeout", [None, 20])
 def test_a_reset_with_a_broken_device_ends_for_all(place, timeout, tmp_path):
     """Not after the group's timeout: the others learn what it was, and a second one goes on."""
-    results = run_ranks(rank_processes.a_broken_device, 2, tmp_path, timeout, place=place)
+    results = run_ranks(storage_ranks.a_broken_device, 2, tmp_path, timeout, place=place)
     assert results[1]["error"] == "planted"
     assert "rank 1 gives up: planted" in results[0]["error"]
     for found in results:
@@ -173,25 +174,25 @@ def test_a_reset_with_a_broken_device_ends_for_all(place, timeout, tmp_path):
 
 @places
 def test_a_reset_with_a_limit(place, tmp_path):
-    assert run_ranks(rank_processes.a_reset_with_a_limit, 2, tmp_path, place=place) == [0, 0]
+    assert run_ranks(storage_ranks.a_reset_with_a_limit, 2, tmp_path, place=place) == [0, 0]
 
 
 def test_unequal_sizes_are_refused_on_every_rank(tmp_path):
-    for found in run_ranks(rank_processes.unequal_sizes, 2, tmp_path):
+    for found in run_ranks(storage_ranks.unequal_sizes, 2, tmp_path):
         assert re.match(r"ValueError: capacity: must be the same on every rank", found["error"])
         assert found["left"] == 0
         assert found["wrong"] == 0
 
 
 def test_a_bad_argument_on_one_rank_ends_the_attempt_on_all(tmp_path):
-    results = run_ranks(rank_processes.one_bad_argument, 2, tmp_path)
+    results = run_ranks(storage_ranks.one_bad_argument, 2, tmp_path)
     assert results[1]["error"].startswith("ValueError: capacity: must be an integer from 1 to")
     assert results[0]["error"].startswith("RuntimeError: receive storage: rank 1 gives up: capacity: must be")
     assert [found["wrong"] for found in results] == [0, 0]
 
 
 def test_no_room_on_one_rank_fails_on_all(tmp_path):
-    for found in run_ranks(rank_processes.no_room, 2, tmp_path):
+    for found in run_ranks(storage_ranks.no_room, 2, tmp_path):
         assert "rank 0 cannot allocate" in found["everybody"]
         assert "rank 1 cannot allocate" in found["everybody"]
         assert "rank 1 cannot allocate" in found["one"]
@@ -204,7 +205,7 @@ def test_no_room_on_one_rank_fails_on_all(tmp_path):
 
 def test_named_files_where_there_is_no_memfd(tmp_path):
     (tmp_path / "tmp").mkdir()
-    for found in run_ranks(rank_processes.named_files, 2, tmp_path):
+    for found in run_ranks(storage_ranks.named_files, 2, tmp_path):
         assert found["unequal"].startswith("ValueError: capacity")
         assert found["names"] == []
         assert found["mapped"] == 2
@@ -214,14 +215,14 @@ def test_named_files_where_there_is_no_memfd(tmp_path):
 
 def test_ranks_that_share_no_memory_are_refused(tmp_path):
     """In two containers `/proc/7/fd/9` may well be each rank's own memory: the exchange would never meet."""
-    for found in run_ranks(rank_processes.another_machine, 2, tmp_path):
+    for found in run_ranks(storage_ranks.another_machine, 2, tmp_path):
         assert found["error"].startswith("RuntimeError"), found
         assert "one machine" in found["error"]
         assert found["left"] == 0
 
 
 def test_killed_in_the_rendezvous(tmp_path):
-    results = run_ranks(rank_processes.killed_in_the_rendezvous, 2, tmp_path)
+    results = run_ranks(storage_ranks.killed_in_the_rendezvous, 2, tmp_path)
     assert results[1] is None
     assert results[0]["error"]
     assert results[0]["seconds"] < 60
